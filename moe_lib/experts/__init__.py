@@ -1,0 +1,6 @@
+"""The experts of a block, one implementation a file, all with the contract of contract.py: experts(rows, counts) -> rows."""
+
+from moe_lib.experts.grouped import GroupedExperts
+from moe_lib.experts.loop import LoopExperts
+
+__all__ = ["GroupedExperts", "LoopExperts"]

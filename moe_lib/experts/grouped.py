@@ -1,0 +1,90 @@
+"""Experts as three stacked weights: one tensor a projection, with experts as dimension 0."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Integer
+from torch import Tensor, nn
+
+from moe_lib.config import MoEConfig
+from moe_lib.expert import swiglu
+from moe_lib.experts.contract import PROJECTIONS, hf_keys, local_experts, row_ends
+
+
+class GroupedExperts(nn.Module):
+    """gate_proj, up_proj [local, inter, hidden] and down_proj [local, hidden, inter].
+
+    On a GPU three grouped matrix products do all experts, with no read of the counts on the host. On a CPU, where a grouped
+    product is a loop inside anyway, each expert that has rows runs over views of the stack, which measures faster.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        local: range | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.local = local_experts(config, local)
+        hidden, inter = config.hidden_size, config.moe_intermediate_size
+        for name, shape in zip(PROJECTIONS, ((inter, hidden), (inter, hidden), (hidden, inter))):
+            weight = torch.empty(len(self.local), *shape, device=device, dtype=dtype)
+            bound = shape[1] ** -0.5  # as nn.Linear draws each of them
+            setattr(self, name, nn.Parameter(nn.init.uniform_(weight, -bound, bound)))
+
+    def forward(self, rows: Float[Tensor, "rows hidden"], counts: Integer[Tensor, " local"]) -> Float[Tensor, "rows hidden"]:
+        """counts[i] rows belong to expert local[i]. Raises ValueError when the counts do not sum to the rows (on a GPU, where
+        looking would stall the stream, only when there are too few or too many counts)."""
+        if len(counts) != len(self.local):
+            raise ValueError(f"{len(counts)} counts for {len(self.local)} local experts; expected one count for each")
+        return self._grouped(rows, counts) if rows.is_cuda and self._aligned(rows) else self._each(rows, counts)
+
+    @torch.compiler.disable  # the counts are data: compiled, every new set of counts would be a new program
+    def _each(self, rows: Tensor, counts: Tensor) -> Tensor:
+        ends = row_ends(rows, counts, len(self.local))
+        # unbind, not indexing: its backward stacks the gradients once; that of w[e] makes a whole stack for each expert
+        experts = zip([0, *ends], ends, self.gate_proj.unbind(), self.up_proj.unbind(), self.down_proj.unbind())
+        outputs = []
+        for start, end, gate, up, down in experts:
+            if end > start:
+                x = rows[start:end]
+                outputs.append(F.linear(swiglu(F.linear(x, gate), F.linear(x, up)), down))
+        return torch.cat(outputs) if outputs else rows.clone()
+
+    def _grouped(self, rows: Tensor, counts: Tensor) -> Tensor:
+        weights = [getattr(self, name) for name in PROJECTIONS]
+        if torch.is_autocast_enabled(rows.device.type):  # grouped_mm is not on autocast's list
+            dtype = torch.get_autocast_dtype(rows.device.type)
+            rows, weights = rows.to(dtype), [w.to(dtype) for w in weights]
+        ends = counts.cumsum(0, dtype=torch.int32)
+        gate, up, down = (lambda x, w=w: F.grouped_mm(x, w.transpose(1, 2), offs=ends) for w in weights)
+        return _DenseGradient.apply(down(swiglu(gate(rows), up(rows))))
+
+    def _aligned(self, rows: Tensor) -> bool:
+        """grouped_mm takes rows whose length in bytes is a multiple of 16, in float32 and bfloat16."""
+        sizes = self.down_proj.shape[1:]
+        return rows.dtype in (torch.float32, torch.bfloat16) and all(n * rows.element_size() % 16 == 0 for n in sizes)
+
+    def load_hf(self, tensors: dict[str, Tensor]) -> None:
+        """Take tensors named "<expert>.gate_proj.weight" and so on, one of each local expert."""
+        with torch.no_grad():
+            for key, mine in self.to_hf().items():
+                mine.copy_(tensors[key])
+
+    def to_hf(self) -> dict[str, Tensor]:
+        stacks = [getattr(self, name).detach() for name in PROJECTIONS]
+        return dict(zip(hf_keys(self.local), (stack[i] for i in range(len(self.local)) for stack in stacks)))
+
+
+class _DenseGradient(torch.autograd.Function):
+    """Identity whose gradient has real strides: grouped_mm's backward refuses the stride-0 one of out.sum()."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.contiguous()

@@ -1,0 +1,1 @@
+"""Checkers of the exercises, one file a notebook."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import io
+from html import escape
 
 import matplotlib
 from cycler import cycler
@@ -43,5 +45,11 @@ class Figure(MatplotlibFigure):
     def _repr_mimebundle_(self, include=None, exclude=None):
         png = io.BytesIO()
         with matplotlib.rc_context(STYLE):
-            self.savefig(png, format="png", dpi=110, metadata={"Software": None})
-        return {"image/png": png.getvalue(), "text/plain": self.alt}, {"image/png": {"alt": self.alt}}
+            self.savefig(png, format="png", dpi=144, metadata={"Software": None})
+        width = round(72 * 1.35 * self.get_figwidth())
+        # as HTML, because JupyterLab gives a bare image/png output no alternative text
+        picture = (
+            f'<img alt="{escape(self.alt)}" style="width:{width}px;max-width:100%" '
+            f'src="data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}">'
+        )
+        return {"text/html": picture, "text/plain": self.alt}

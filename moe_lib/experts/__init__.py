@@ -2,5 +2,6 @@
 
 from moe_lib.experts.grouped import GroupedExperts
 from moe_lib.experts.loop import LoopExperts
+from moe_lib.experts.sharded import ShardedExperts
 
-__all__ = ["GroupedExperts", "LoopExperts"]
+__all__ = ["GroupedExperts", "LoopExperts", "ShardedExperts"]

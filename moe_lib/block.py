@@ -33,9 +33,7 @@ def dispatch(
     return x[order // k], counts, order
 
 
-def combine(
-    rows: Float[Tensor, "rows hidden"], routing: Routing, order: Int64[Tensor, " rows"]
-) -> Float[Tensor, "tokens hidden"]:
+def combine(rows: Float[Tensor, "rows hidden"], routing: Routing, order: Int64[Tensor, " rows"]) -> Float[Tensor, "tokens hidden"]:
     """Undo the sort of dispatch, weight each copy, and sum the k copies of a token.
 
     Weighted and summed in the routing's float32 (float64), rounded once to the rows' dtype. Source: lines 600-609.
@@ -97,7 +95,9 @@ class MoEBlock(nn.Module):
         known = own.keys() | {f"experts.{key}" for key in hf_keys(range(self.config.n_routed_experts))}  # some may live elsewhere
         missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - known)
         if missing or unknown:
-            raise KeyError(f"{_some('missing', missing)}{_some('unknown', unknown)}expected exactly the {len(known)} tensors of one block")
+            raise KeyError(
+                f"{_some('missing', missing)}{_some('unknown', unknown)}expected exactly the {len(known)} tensors of one block"
+            )
         for key, mine in own.items():
             if mine.is_meta:
                 raise ValueError(f"{key} is on the meta device and cannot be filled; build the block on a real device first")
@@ -130,7 +130,9 @@ def _without_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Strip `….mlp.` from every name. Raises KeyError when names come from more than one layer."""
     prefixes = {match.group() if (match := re.match(r".*\bmlp\.", key)) else "" for key in tensors}
     if len(prefixes) > 1:
-        raise KeyError(f"names from more than one place: {', '.join(sorted(repr(p) for p in prefixes)[:4])}; give one layer at a time")
+        raise KeyError(
+            f"names from more than one place: {', '.join(sorted(repr(p) for p in prefixes)[:4])}; give one layer at a time"
+        )
     return {re.sub(r"^.*\bmlp\.", "", key): tensor for key, tensor in tensors.items()}
 
 

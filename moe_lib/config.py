@@ -73,7 +73,9 @@ class MoEConfig:
                 f"leave only {left} of n_routed_experts={experts} to choose from; keep more groups or choose fewer experts"
             )
         if self.first_k_dense_replace > self.num_hidden_layers:
-            raise ValueError(f"first_k_dense_replace={self.first_k_dense_replace} exceeds num_hidden_layers={self.num_hidden_layers}")
+            raise ValueError(
+                f"first_k_dense_replace={self.first_k_dense_replace} exceeds num_hidden_layers={self.num_hidden_layers}"
+            )
 
     @classmethod
     def from_json(cls, source: str | PathLike | Mapping) -> MoEConfig:
@@ -147,7 +149,9 @@ class MoEConfig:
         """Multi-head latent attention of one layer: q and kv through their low-rank waists, two norms, the output."""
         heads, nope, rope = self.num_attention_heads, self.qk_nope_head_dim, self.qk_rope_head_dim
         q = self.hidden_size * self.q_lora_rank + self.q_lora_rank + self.q_lora_rank * heads * (nope + rope)
-        kv = self.hidden_size * (self.kv_lora_rank + rope) + self.kv_lora_rank + self.kv_lora_rank * heads * (nope + self.v_head_dim)
+        kv = (
+            self.hidden_size * (self.kv_lora_rank + rope) + self.kv_lora_rank + self.kv_lora_rank * heads * (nope + self.v_head_dim)
+        )
         return q + kv + heads * self.v_head_dim * self.hidden_size
 
     @property

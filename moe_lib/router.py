@@ -101,7 +101,9 @@ class Router(nn.Module):
                 continue
             if not tensor.isfinite().all():
                 where = (~tensor.isfinite()).nonzero()[0].tolist()
-                errors.append(f"{key} holds {tensor[tuple(where)].item()} at {where}; a gate with a non-finite value routes at random")
+                errors.append(
+                    f"{key} holds {tensor[tuple(where)].item()} at {where}; a gate with a non-finite value routes at random"
+                )
             if name == "e_score_correction_bias" and tensor.dtype.itemsize < 4:
                 state_dict[key] = tensor.float()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)

@@ -29,6 +29,7 @@ class LoopExperts(nn.ModuleList):
         sizes = config.hidden_size, config.moe_intermediate_size
         super().__init__(SwiGLUExpert(*sizes, device, dtype) if e in self.local else None for e in range(config.n_routed_experts))
 
+    @torch.compiler.disable  # the counts are data: compiled, every new set of counts would be a new program
     def forward(self, rows: Float[Tensor, "rows hidden"], counts: Integer[Tensor, " local"]) -> Float[Tensor, "rows hidden"]:
         """counts[i] rows belong to expert local[i]. Raises ValueError when the counts do not sum to the rows."""
         ends = row_ends(rows, counts, len(self.local))

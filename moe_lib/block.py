@@ -1,4 +1,4 @@
-"""The mixture-of-experts block: route -> dispatch -> experts -> combine -> + shared expert. Written once, for every kind of experts."""
+"""The block: route -> dispatch -> experts -> combine -> + shared expert. Written once, for every kind of experts."""
 
 from __future__ import annotations
 

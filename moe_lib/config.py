@@ -1,4 +1,4 @@
-"""The numbers that fix a mixture-of-experts model, under the names of its Hugging Face config, and the counts that follow from them."""
+"""The numbers that fix a mixture-of-experts model, named as in its Hugging Face config, and the counts that follow."""
 
 from __future__ import annotations
 

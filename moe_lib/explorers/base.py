@@ -39,7 +39,8 @@ def line(x1: float, y1: float, x2: float, y2: float, stroke: str = INK, extra: s
 
 def says(words: str) -> str:
     """The sentence under a drawing; a screen reader reads it out when it changes."""
-    return f'<p class="moe-says" role="status" aria-live="polite" style="color:{INK};margin:6px 0;line-height:1.45">{escape(words)}</p>'
+    style = f"color:{INK};margin:6px 0;line-height:1.45"
+    return f'<p class="moe-says" role="status" aria-live="polite" style="{style}">{escape(words)}</p>'
 
 
 def alert(error: BaseException) -> str:
@@ -65,7 +66,8 @@ class Explorer(W.VBox):
             control.style.description_width = "150px"
             control.layout.width = "auto"
             control.observe(self._redraw, "value")
-        grid = W.GridBox(list(self.controls.values()), layout=W.Layout(grid_template_columns=f"repeat({columns}, minmax(280px, 1fr))"))
+        template = f"repeat({columns}, minmax(280px, 1fr))"
+        grid = W.GridBox(list(self.controls.values()), layout=W.Layout(grid_template_columns=template))
         super().__init__([grid, self.view], layout=W.Layout(max_width="980px"))
         self._redraw()
 

@@ -135,7 +135,7 @@ def tiles(c: Choice, pinned: int) -> str:
         (pin(7, 7), f"expert {pinned}, under the slider"),
     ]
     if c.config.n_group > 1:
-        entries.append((_box(f'fill="{BLUE}" fill-opacity=".2"') + f'<path d="M2 13L13 2" stroke="{FAINT}"/>', "group not kept"))
+        entries.append((_box(f'fill="{BLUE}" fill-opacity=".2"') + f'<path d="M2 13L13 2" stroke="{FAINT}"/>', "not kept"))
     label = f"{experts} experts as tiles, coloured by score; chosen, best first: {', '.join(map(str, c.chosen))}"
     for words, who in (("brought in by the bias", c.pushed_in), ("put out by the bias", c.pushed_out)):
         label += f"; {words}: {', '.join(map(str, who))}" if who else ""

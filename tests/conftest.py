@@ -5,6 +5,8 @@ import random
 
 import jaxtyping
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network
+
 # Before anything imports moe_lib: each annotated function then checks the types and shapes that go in and come out.
 jaxtyping.install_import_hook("moe_lib", "beartype.beartype")
 
@@ -14,8 +16,8 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 SEED = int(os.environ.get("MOE_SEED", "0"))
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 
 # No deadline: a busy machine is not a wrong answer. MOE_EXAMPLES=1000 searches longer.
 hypothesis.settings.register_profile(

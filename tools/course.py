@@ -29,6 +29,7 @@ PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 REPORTS = ROOT / "build" / "tests"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 MAC_BROWSERS = ("Chromium", "Google Chrome")
+WORKERS = 8  # at most; each may hold a notebook, a kernel and a browser
 MINUTES = int(os.environ.get("MOE_TEST_MINUTES", "50"))  # after which `test` stops a part that hangs
 
 
@@ -115,8 +116,8 @@ def check():
 
     if Path(moe_lib.__file__).resolve().parent != ROOT / "moe_lib":
         wrong.append(f"moe_lib is imported from {moe_lib.__file__}, not from this checkout")
-    kernel = KernelSpecManager().get_kernel_spec("python3").argv[0]
-    if not Path(kernel).exists() or Path(kernel).parent.resolve() != Path(sys.executable).parent.resolve():
+    kernel = Path(KernelSpecManager().get_kernel_spec("python3").argv[0])  # a bare `python` means this one
+    if kernel.is_absolute() and kernel.parent.resolve() != Path(sys.executable).parent.resolve():
         wrong.append(f"the kernel 'python3' runs {kernel}, not {sys.executable}; see `jupyter kernelspec list`")
     shape = list(moe_lib.SwiGLUExpert(4, 8)(torch.ones(2, 4)).shape)
     if shape != [2, 4]:
@@ -172,7 +173,7 @@ NO_CHROMIUM = (
 
 def parts(cores):
     """What `test` runs, part by part: the arguments that each gives to pytest."""
-    workers = min(cores, 8)
+    workers = min(cores, WORKERS)
     spread = ["-n", str(workers), "--dist"] if workers > 1 else []
     by_file, one_by_one = (spread + ["loadfile"], spread + ["load"]) if spread else ([], [])
     notebook = ["--nbval", "--nbval-current-env", "--nbval-cell-timeout=300", "--nbval-kernel-startup-timeout=180"]
@@ -184,14 +185,15 @@ def parts(cores):
     }
 
 
-def environment(cores):
-    """Keeps the user's own settings out of the notebooks, and shares the cores out between those that run at the same time."""
+def environment():
+    """Keeps the user's own settings, and the network, out of the notebooks."""
     home = REPORTS / "home"
     env = dict(os.environ, PYDEVD_DISABLE_FILE_VALIDATION="1", HF_HUB_OFFLINE="1")
     for name in ("JUPYTER_CONFIG_DIR", "IPYTHONDIR", "MPLCONFIGDIR"):
         env[name] = str(home / name.lower())
         Path(env[name]).mkdir(parents=True, exist_ok=True)
-    env.setdefault("OMP_NUM_THREADS", str(max(1, cores // min(cores, 8))))
+    # Once, here: whoever builds matplotlib's font list says so, and in a notebook that would be an output.
+    subprocess.call([str(PYTHON), "-c", "import matplotlib.font_manager"], env=env, stderr=subprocess.DEVNULL)
     return env
 
 
@@ -255,9 +257,8 @@ def test(names):
         if name not in known:
             raise SystemExit("no part {!r}; the parts are: {}".format(name, " ".join(known)))
     shutil.rmtree(str(REPORTS), ignore_errors=True)
-    env = environment(cores)
-    # Once, here: whoever builds matplotlib's font list says so, and in a notebook that would be an output.
-    subprocess.call([str(PYTHON), "-c", "import matplotlib.font_manager"], env=env, stderr=subprocess.DEVNULL)
+    env = environment()
+    env.setdefault("OMP_NUM_THREADS", str(max(1, cores // min(cores, WORKERS))))
     end, rows, ok = time.time() + 60 * MINUTES, [], True
     for name in names or known:
         if name == "faults" and not (ROOT / "tests" / "faults").is_dir():

@@ -20,8 +20,9 @@ CHAINS = (
     "gate_proj silu",
     "product down_proj all_to_all_back combine sum",
 )
-Box = tuple[float, float, float, float]  # x, y, width, height
-Point = tuple[float, float]
+Number = int | float
+Box = tuple[Number, ...]  # x, y, width, height
+Point = tuple[Number, Number]
 
 
 @dataclass(frozen=True, repr=False)
@@ -124,5 +125,5 @@ def _frame(box: Box, words: str, stroke: str = WIRE, extra: str = 'stroke-dashar
     return outline + _text(x + 8, y + 13, words, INK, "start", 11)
 
 
-def _text(x: float, y: float, words: str, fill: str, anchor: str = "middle", size: int = 12) -> str:
+def _text(x: Number, y: Number, words: str, fill: str, anchor: str = "middle", size: int = 12) -> str:
     return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}" fill="{fill}">{escape(words)}</text>'

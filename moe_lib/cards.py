@@ -42,7 +42,7 @@ class Card:
             return ""
         alone = "B batch, T positions"
         if "routed experts" in self.node.trail[-1]:
-            return f"…: {alone}, for an expert on its own; inside the block: rows, one for each copy of a token."
+            return f"…: {alone}, for an expert on its own; inside the block: its rows, one for each token that chose it."
         return f"…: {alone}, or whatever stands before the last dimension."
 
     def shape(self, symbol: Symbol) -> str:
@@ -159,8 +159,11 @@ def style() -> str:
 
 
 def find_marks(text: str, mark: str, marks: Iterable[str]) -> list[tuple[int, int]]:
-    """Where a symbol's mark stands in a piece of code, as whole words. When `weights =` is a mark too, `weights` skips it."""
-    left = r"(?<![\w.])" if mark[0].isalnum() else ""
+    """Where a symbol's mark stands in a piece of code, as whole words; … is all of it. When `weights =` is a mark too, `weights`
+    skips it."""
+    if mark == "…":
+        return [(0, len(text))]
+    left = r"(?<!\w)" if mark[0].isalnum() else ""
     right = r"(?!\w)" if mark[-1].isalnum() else ""
     target = "(?! =)" if f"{mark} =" in marks else ""
     return [match.span() for match in re.finditer(left + re.escape(mark) + right + target, text)]

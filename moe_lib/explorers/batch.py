@@ -19,7 +19,7 @@ from moe_lib.explorers.base import BLUE, FAINT, INK, ORANGE, VERMILION, Explorer
 from moe_lib.explorers.gate import made_up, variant
 from moe_lib.router import Router, Routing
 
-LEFT, TOP, LOADS = 46, 26, 110
+LEFT, TOP, LOADS = 46.0, 26.0, 110.0
 
 
 @torch.no_grad()
@@ -110,24 +110,26 @@ def picture(routing: Routing) -> str:
     k = routing.indices.shape[1]
     loads = chosen(routing).sum(0)
     mean, most = tokens * k / experts, int(loads.max())
-    cell = max(1, round(864 / experts))
-    width, high = cell * experts, min(max(3 * tokens, 48), 260)
+    cell = float(max(1, round(864 / experts)))
+    width, high = cell * experts, min(max(3.0 * tokens, 48.0), 260.0)
     foot = TOP + high + 26
-    image = f'<image x="{LEFT}" y="{TOP}" width="{width}" height="{high}" preserveAspectRatio="none" href="{heatmap(routing)}" '
+    image = (
+        f'<image x="{LEFT:g}" y="{TOP:g}" width="{width:g}" height="{high:g}" preserveAspectRatio="none" href="{heatmap(routing)}" '
+    )
     parts = [
-        text(0, 13, f"Scores of {_tokens(tokens)}, and what each chose", extra='font-weight="600"'),
-        rect(LEFT + 300, 4, 11, 11, BLUE, 'fill-opacity=".5" rx="2"') + text(LEFT + 316, 13, "score"),
-        rect(LEFT + 366, 4, 11, 11, ORANGE, 'rx="2"') + text(LEFT + 382, 13, "chosen"),
+        text(0.0, 13.0, f"Scores of {_tokens(tokens)}, and what each chose", extra='font-weight="600"'),
+        rect(LEFT + 300, 4.0, 11.0, 11.0, BLUE, 'fill-opacity=".5" rx="2"') + text(LEFT + 316, 13.0, "score"),
+        rect(LEFT + 366, 4.0, 11.0, 11.0, ORANGE, 'rx="2"') + text(LEFT + 382, 13.0, "chosen"),
         image + 'style="image-rendering:pixelated"/>',
         rect(LEFT, TOP, width, high, "none", f'stroke="{FAINT}"'),
         text(LEFT - 6, TOP + 10, "token 0", "end", 'font-size="10"'),
         text(LEFT - 6, TOP + high, tokens - 1, "end", 'font-size="10"') if tokens > 1 else "",
-        text(0, foot - 6, "Load: how many tokens each expert serves", extra='font-weight="600"'),
+        text(0.0, foot - 6, "Load: how many tokens each expert serves", extra='font-weight="600"'),
     ]
     tall = LOADS / max(most, 1)
     bottom = foot + 6 + LOADS
-    path = "".join(f"V{bottom - tall * n:.1f}h{cell}" for n in loads.tolist())
-    parts.append(f'<path d="M{LEFT} {bottom}{path}V{bottom}z" fill="{ORANGE}"/>')
+    path = "".join(f"V{bottom - tall * n:.1f}h{cell:g}" for n in loads.tolist())
+    parts.append(f'<path d="M{LEFT:g} {bottom:g}{path}V{bottom:g}z" fill="{ORANGE}"/>')
     level = bottom - tall * mean
     parts += [
         line(LEFT, bottom, LEFT + width, bottom, INK),

@@ -186,10 +186,10 @@ def _controls(config: MoEConfig, tokens: int, pinned: int, lift: float, seeded: 
     return {name: control for name, control in controls.items() if name not in unused}
 
 
-def note(words: str, height: int) -> str:
+def note(words: str, height: float) -> str:
     """A state of the drawing in which there is nothing to draw, and why. Not a failure; it keeps the room of what it stands for."""
     return (
-        f'<div style="min-height:{height}px;padding-top:14px"><p class="moe-note" role="status" aria-live="polite" '
+        f'<div style="min-height:{height:g}px;padding-top:14px"><p class="moe-note" role="status" aria-live="polite" '
         f'style="border-left:4px solid {ORANGE};padding:10px 14px;line-height:1.45">{escape(words)}</p></div>'
     )
 

@@ -13,9 +13,9 @@ from moe_lib.explorers.base import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, VERMI
 if TYPE_CHECKING:
     from moe_lib.explorers.gate import Choice
 
-WIDTH = 960
-HEIGHT = 276  # of the second and the third view
-LEFT = 30
+WIDTH = 960.0
+HEIGHT = 276.0  # of the second and the third view
+LEFT = 30.0
 SMALL = 'font-size="10"'
 BOLD = 'font-weight="600"'
 TAKEN = 'fill="none" stroke-width="2"'
@@ -31,11 +31,11 @@ def page(body: str, c: Choice | None = None) -> str:
     return f'<div class="moe-gate" style="color:{INK}"><style>{style}</style>{body}</div>'
 
 
-def up(x: float, y: float, size: float = 4) -> str:
+def up(x: float, y: float, size: float = 4.0) -> str:
     return f'<path d="M{x - size:.1f} {y + size:.1f}h{2 * size:g}l{-size:g} {-1.7 * size:g}z" fill="{GREEN}"/>'
 
 
-def down(x: float, y: float, size: float = 4) -> str:
+def down(x: float, y: float, size: float = 4.0) -> str:
     return f'<path d="M{x - size:.1f} {y - size:.1f}h{2 * size:g}l{-size:g} {1.7 * size:g}z" fill="{VERMILION}"/>'
 
 
@@ -63,7 +63,7 @@ class Grid:
         self.bottom = self.top + self.rows * self.pitch
         self.height = self.bottom + 28
 
-    def at(self, expert: int, across: float = 0, down: float = 0) -> tuple[float, float]:
+    def at(self, expert: int, across: float = 0.0, down: float = 0.0) -> tuple[float, float]:
         """A point of an expert's tile; across and down from 0 to 1."""
         row, column = divmod(expert, self.columns)
         return LEFT + (column + across) * self.pitch, self.top + (row + down) * self.pitch
@@ -77,7 +77,7 @@ def _board(grid: Grid, scores: list[float], titles: list[str], kept: list[bool])
     """Every expert's tile, the number of each row's first expert, and a stroke through what was not kept."""
     side = grid.pitch - 2
     size = f'width="{side:.1f}" height="{side:.1f}" rx="2"'
-    words = [text(0, 13, f"{len(scores)} experts, coloured by score", extra=BOLD)]
+    words = [text(0.0, 13.0, f"{len(scores)} experts, coloured by score", extra=BOLD)]
     words += [text(LEFT - 5, grid.top + (r + 0.7) * grid.pitch, r * grid.columns, "end", SMALL) for r in range(grid.rows)]
     boxes, strokes = [], ""
     for e, (score, title, alive) in enumerate(zip(scores, titles, kept)):
@@ -91,7 +91,7 @@ def _board(grid: Grid, scores: list[float], titles: list[str], kept: list[bool])
 
 def _legend(grid: Grid, entries: list[tuple[str, str]]) -> str:
     y, x = grid.bottom + 20, LEFT + 146.0
-    steps = "".join(rect(LEFT + 42 + 9 * i, y - 10, 9, 12, BLUE, f'fill-opacity="{ink(i / 7):.2f}"') for i in range(8))
+    steps = "".join(rect(LEFT + 42 + 9 * i, y - 10, 9.0, 12.0, BLUE, f'fill-opacity="{ink(i / 7):.2f}"') for i in range(8))
     parts = [text(LEFT, y, "score 0"), steps, text(LEFT + 120, y, "1")]
     for mark, words in entries:
         parts += [f'<g transform="translate({x:.0f} {y - 11:.0f})">{mark}</g>', text(x + 19, y, words)]
@@ -108,7 +108,7 @@ def score_tiles(scores: list[float], pinned: int) -> str:
     grid = Grid(len(scores))
     titles = [f"expert {e}: score {s:.3f}" for e, s in enumerate(scores)]
     body = _board(grid, scores, titles, [True] * len(scores)) + pin(*grid.at(pinned, 0.95, 0.95))
-    legend = _legend(grid, [(pin(7, 7), f"expert {pinned}, under the slider")])
+    legend = _legend(grid, [(pin(7.0, 7.0), f"expert {pinned}, under the slider")])
     return svg(body + legend, WIDTH, grid.height, f"{len(scores)} experts as tiles, coloured by score; none is chosen")
 
 
@@ -130,9 +130,9 @@ def tiles(c: Choice, pinned: int) -> str:
     parts.append(pin(*grid.at(pinned, 0.95, 0.95)))
     entries = [
         (_box(f'{TAKEN} stroke="{ORANGE}"'), "chosen, with its rank"),
-        (_box(f'{TAKEN} stroke="{GREEN}"') + up(13, 2), "brought in by the bias"),
-        (_box(f'fill="none" {OUT}') + down(7, 7, 3), "put out by the bias"),
-        (pin(7, 7), f"expert {pinned}, under the slider"),
+        (_box(f'{TAKEN} stroke="{GREEN}"') + up(13.0, 2.0), "brought in by the bias"),
+        (_box(f'fill="none" {OUT}') + down(7.0, 7.0, 3.0), "put out by the bias"),
+        (pin(7.0, 7.0), f"expert {pinned}, under the slider"),
     ]
     if c.config.n_group > 1:
         entries.append((_box(f'fill="{BLUE}" fill-opacity=".2"') + f'<path d="M2 13L13 2" stroke="{FAINT}"/>', "not kept"))
@@ -157,7 +157,7 @@ def _group_edges(grid: Grid, experts: int, size: int) -> list[str]:
 class Plot:
     """The frame of the second view: the first places as wide bars, all the others narrow, on one axis of scores."""
 
-    width, left, top, bottom = 610, 30, 40, 214
+    width, left, top, bottom = 610.0, 30.0, 40.0, 214.0
 
     def __init__(self, c: Choice) -> None:
         kept = sum(c.kept)
@@ -190,7 +190,7 @@ class Plot:
 def cut(c: Choice, pinned: int) -> str:
     """Scores in falling order of what the gate compares: a bar is the score, its lift the bias, the dashed line the cut."""
     plot, k = Plot(c), len(c.chosen)
-    parts = [text(0, 13, "Scores in falling order, and the cut", extra=BOLD), *plot.axis()]
+    parts = [text(0.0, 13.0, "Scores in falling order, and the cut", extra=BOLD), *plot.axis()]
     parts += [_place(c, plot, i, e, e == pinned) for i, e in enumerate(c.order[: plot.wide])]
     parts += _tail(c, plot, pinned)
     edge, last = plot.left + k * plot.step, c.compared(c.chosen[-1])
@@ -217,7 +217,7 @@ def _place(c: Choice, plot: Plot, i: int, e: int, pinned: bool) -> str:
     top, goal, foot = plot.y(c.scores[e]), plot.y(c.compared(e)), plot.bottom
     size = f'font-size="{min(11.0, plot.step * 0.46):.1f}"'
     parts = [
-        rect(x, top, bar, plot.y(0) - top, BLUE, f'fill-opacity="{0.62 if taken else 0.3}" {edge}'),
+        rect(x, top, bar, plot.y(0.0) - top, BLUE, f'fill-opacity="{0.62 if taken else 0.3}" {edge}'),
         plot.lift(x, bar, c.scores[e], c.compared(e)),
         line(x - 1, goal, x + bar + 1, goal, INK, 'stroke-width="2"'),
         text(middle, goal - 5, i + 1, "middle", f"{size} {BOLD}") if taken else "",
@@ -244,7 +244,7 @@ def _tail(c: Choice, plot: Plot, pinned: int) -> list[str]:
     for first, last, opacity in ((plot.wide, kept, 0.3), (kept, everyone, 0.12)):
         x0 = start + (first - plot.wide) * step + (gap if first == kept else 0)
         profile = "".join(f"V{plot.y(c.scores[e]):.1f}h{step:.2f}" for e in c.order[first:last])
-        base = f"{plot.y(0):.1f}"
+        base = f"{plot.y(0.0):.1f}"
         parts.append(f'<path d="M{x0:.1f} {base}{profile}V{base}z" fill="{BLUE}" fill-opacity="{opacity}"/>')
         for i, e in enumerate(c.order[first:last]):
             parts.append(_narrow(c, plot, e, x0 + i * step, step, e == pinned))
@@ -262,24 +262,24 @@ def _narrow(c: Choice, plot: Plot, e: int, x: float, step: float, pinned: bool) 
 
 def weights(c: Choice) -> str:
     """The chosen experts' weights, written like an addition."""
-    width, top, number = 334, 26, 326
+    width, top, number = 334.0, 26.0, 326.0
     k, total, most = len(c.chosen), sum(c.weights), max(*c.weights, 1e-12)
     step = min(24.0, 206 / k)
     size = min(12.0, step * 0.85)
     style = f'font-size="{size:.1f}"'
-    parts = [text(0, 13, f"Weights of the chosen {k}" if k > 1 else "Weight of the chosen one", extra=BOLD)]
+    parts = [text(0.0, 13.0, f"Weights of the chosen {k}" if k > 1 else "Weight of the chosen one", extra=BOLD)]
     for i, (e, w) in enumerate(zip(c.chosen, c.weights)):
         y = top + i * step
         base = y + step / 2 + size * 0.36
         look = f'class="x{e}" fill-opacity=".65" rx="2" stroke="{GREEN if e in c.pushed_in else ORANGE}"'
         parts += [
-            text(14, base, i + 1, "end", f"{style} {BOLD}"),
-            text(24, base, f"expert {e}", extra=style),
-            up(96, y + step / 2, min(4.0, step / 4)) if e in c.pushed_in else "",
-            rect(108, y + step * 0.16, 164 * w / most, step * 0.68, ORANGE, look),
+            text(14.0, base, i + 1, "end", f"{style} {BOLD}"),
+            text(24.0, base, f"expert {e}", extra=style),
+            up(96.0, y + step / 2, min(4.0, step / 4)) if e in c.pushed_in else "",
+            rect(108.0, y + step * 0.16, 164 * w / most, step * 0.68, ORANGE, look),
             text(number, base, f"{w:.3f}", "end", style),
         ]
     foot = top + k * step + 6
-    parts += [line(280, foot, number, foot), text(24, foot + 17, "sum"), text(number, foot + 17, f"{total:.3f}", "end", BOLD)]
+    parts += [line(280.0, foot, number, foot), text(24.0, foot + 17, "sum"), text(number, foot + 17, f"{total:.3f}", "end", BOLD)]
     label = "Weights: " + ", ".join(f"expert {e} {w:.3f}" for e, w in zip(c.chosen, c.weights)) + f"; sum {total:.3f}"
     return svg("".join(parts), width, HEIGHT, label)

@@ -36,13 +36,9 @@ class Drawing:
         return self.alt
 
     def _repr_html_(self) -> str:
-        return self.html()
-
-    def html(self, decorative: bool = False) -> str:
         # an image and not inline SVG, which JupyterLab drops from a notebook that nobody has run here yet
         data = base64.b64encode(self.svg.encode()).decode()
-        alt = "" if decorative else escape(self.alt)
-        return f'<img alt="{alt}" style="width:{WIDTH}px;max-width:100%" src="data:image/svg+xml;base64,{data}">'
+        return f'<img alt="{escape(self.alt)}" style="width:{WIDTH}px;max-width:100%" src="data:image/svg+xml;base64,{data}">'
 
 
 def drawing(lit: list[str]) -> Drawing:

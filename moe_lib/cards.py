@@ -136,7 +136,7 @@ class BlockMap:
 
     def _repr_html_(self) -> str:
         parts = "".join(map(self._part, nodes().values()))
-        return f'{style()}<div class="moe-map"><div class="moe-stage">{drawing([]).html(decorative=True)}{parts}</div></div>'
+        return f'{style()}<div class="moe-map"><div class="moe-stage">{drawing([])._repr_html_()}{parts}</div></div>'
 
     def _part(self, node: Node) -> str:
         x, y, width, height = (f"{100 * n / WIDTH:.2f}cqw" for n in node.box)

@@ -16,7 +16,7 @@ FAINT = "var(--jp-border-color1, #bdbdbd)"
 PAPER = "var(--jp-layout-color1, #fff)"
 
 
-def svg(body: str, width: float, height: float, label: str) -> str:
+def svg(body: str, width: int | float, height: int | float, label: str) -> str:
     """A drawing of the given size in pixels that shrinks with its page. `label` says in words what it shows."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}" '
@@ -25,15 +25,15 @@ def svg(body: str, width: float, height: float, label: str) -> str:
     )
 
 
-def text(x: float, y: float, words: object, anchor: str = "start", extra: str = "") -> str:
+def text(x: int | float, y: int | float, words: object, anchor: str = "start", extra: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {extra}>{escape(str(words))}</text>'
 
 
-def rect(x: float, y: float, width: float, height: float, fill: str, extra: str = "") -> str:
+def rect(x: int | float, y: int | float, width: int | float, height: int | float, fill: str, extra: str = "") -> str:
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{max(height, 0):.1f}" fill="{fill}" {extra}/>'
 
 
-def line(x1: float, y1: float, x2: float, y2: float, stroke: str = INK, extra: str = "") -> str:
+def line(x1: int | float, y1: int | float, x2: int | float, y2: int | float, stroke: str = INK, extra: str = "") -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}" {extra}/>'
 
 

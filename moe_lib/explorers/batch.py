@@ -92,7 +92,7 @@ def heatmap(routing: Routing) -> str:
     """A PNG as a data URL, one pixel for each token and expert: blue as deep as the score, orange where chosen."""
     levels = (15 * routing.scores.numpy() ** 2).astype(np.uint8)
     levels[chosen(routing)] = 16
-    image = Image.fromarray(levels, "P")
+    image = Image.fromarray(levels)
     image.putpalette(16 * _rgb(BLUE) + _rgb(ORANGE))
     png = io.BytesIO()
     # low scores are transparent, so that the picture follows the page's theme

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moe_lib.config import MoEConfig
 from moe_lib.expert import SwiGLUExpert
 from moe_lib.experts import GroupedExperts, LoopExperts
-from moe_lib.experts.contract import hf_keys
+from moe_lib.experts.formats import Below, Opened, all_finite, castable, of_all_experts
 from moe_lib.router import Router, Routing
 
 EXPERTS = {"grouped": GroupedExperts, "loop": LoopExperts}
@@ -85,14 +85,15 @@ class MoEBlock(nn.Module):
 
     def load_hf(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy in one layer of a checkpoint: K2's names (one tensor an expert and projection) or transformers' stacked ones
-        (experts.gate_up_proj, experts.down_proj), with or without a prefix such as `model.layers.3.mlp.`.
+        (experts.gate_up_proj, experts.down_proj), with or without a prefix such as `model.layers.3.mlp.`. Weights stored as fp8
+        or int4 go as they are to experts that hold them so, and are dequantised for any other part.
 
         Nothing is changed unless everything fits. Raises KeyError naming missing and unknown keys, ValueError naming a
-        tensor of the wrong shape, a non-finite one, or a block on the meta device.
+        tensor of the wrong shape or dtype, a non-finite one, or a block on the meta device.
         """
-        given = _per_expert(_without_prefix(tensors))
         own = self.to_hf()
-        known = own.keys() | {f"experts.{key}" for key in hf_keys(range(self.config.n_routed_experts))}  # some may live elsewhere
+        given = Opened(_per_expert(_without_prefix(tensors)), own)
+        known = own.keys() | of_all_experts(own, self.config.n_routed_experts)  # some may live elsewhere
         missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - known)
         if missing or unknown:
             raise KeyError(
@@ -101,14 +102,17 @@ class MoEBlock(nn.Module):
         for key, mine in own.items():
             if mine.is_meta:
                 raise ValueError(f"{key} is on the meta device and cannot be filled; build the block on a real device first")
-            if given[key].shape != mine.shape:
-                raise ValueError(f"{key} has shape {list(given[key].shape)}; this block needs {list(mine.shape)}")
-            if not given[key].isfinite().all():
+            tensor = given[key]
+            if tensor.shape != mine.shape:
+                raise ValueError(f"{key} has shape {list(tensor.shape)}; this block needs {list(mine.shape)}")
+            if not castable(tensor.dtype, mine.dtype):
+                raise ValueError(f"{key} is {tensor.dtype}; this block holds {mine.dtype}, and a cast would lose the scale")
+            if not all_finite(tensor):
                 raise ValueError(f"{key} holds a value that is not finite; the file is damaged or the download broke off")
-        for name in ("gate", "experts", "shared_experts"):
+        self.experts.load_hf(Below(given, "experts."))  # first: they may refuse what only they understand
+        for name in ("gate", "shared_experts"):
             if part := {key.removeprefix(f"{name}."): given[key] for key in own if key.startswith(f"{name}.")}:
-                module = getattr(self, name)
-                module.load_hf(part) if name == "experts" else module.load_state_dict(part)
+                getattr(self, name).load_state_dict(part)
 
     def to_hf(self) -> dict[str, Tensor]:
         """This block's tensors under the checkpoint's names, without a layer's prefix; they share memory with the block."""

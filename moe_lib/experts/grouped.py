@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Integer
@@ -67,7 +69,7 @@ class GroupedExperts(nn.Module):
         sizes = self.down_proj.shape[1:]
         return rows.dtype in (torch.float32, torch.bfloat16) and all(n * rows.element_size() % 16 == 0 for n in sizes)
 
-    def load_hf(self, tensors: dict[str, Tensor]) -> None:
+    def load_hf(self, tensors: Mapping[str, Tensor]) -> None:
         """Take tensors named "<expert>.gate_proj.weight" and so on, one of each local expert."""
         with torch.no_grad():
             for key, mine in self.to_hf().items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
@@ -36,9 +38,11 @@ class LoopExperts(nn.ModuleList):
         outputs = [self[e](rows[start:end]) for e, start, end in zip(self.local, [0, *ends], ends) if end > start]
         return torch.cat(outputs) if outputs else rows.clone()
 
-    def load_hf(self, tensors: dict[str, Tensor]) -> None:
+    def load_hf(self, tensors: Mapping[str, Tensor]) -> None:
         """Take tensors named "<expert>.gate_proj.weight" and so on, one of each local expert."""
-        self.load_state_dict(tensors)
+        with torch.no_grad():
+            for key, mine in self.to_hf().items():
+                mine.copy_(tensors[key])
 
     def to_hf(self) -> dict[str, Tensor]:
         return {key: self.get_parameter(key).detach() for key in hf_keys(self.local)}

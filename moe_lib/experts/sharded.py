@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,6 +36,15 @@ def rank_experts(config: MoEConfig, ranks: int, rank: int) -> range:
         raise ValueError(f"rank is {rank}; expected 0..{ranks - 1}")
     share = experts // ranks
     return range(rank * share, (rank + 1) * share)
+
+
+def process_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
+    """The group itself, or that of a mesh. Raises ValueError when the mesh has more than one dimension."""
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise ValueError(f'the mesh has {group.ndim} dimensions {group.mesh_dim_names}; give one of them, as in mesh["ep"]')
+    return group.get_group()
 
 
 class About(NamedTuple):
@@ -75,10 +85,7 @@ class ShardedExperts(nn.Module):
 
     def __init__(self, local_experts: nn.Module, group: dist.ProcessGroup | DeviceMesh) -> None:
         super().__init__()
-        if isinstance(group, DeviceMesh):
-            if group.ndim != 1:
-                raise ValueError(f'the mesh has {group.ndim} dimensions {group.mesh_dim_names}; give one of them, as in mesh["ep"]')
-            group = group.get_group()
+        group = process_group(group)
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
         self.local_experts = local_experts
         self._check_shares()
@@ -165,7 +172,7 @@ class ShardedExperts(nn.Module):
         expert_of_row = experts.repeat_interleave(exchange.arriving.flatten(), output_size=sum(exchange.receive))
         return expert_of_row.argsort(stable=True)
 
-    def load_hf(self, tensors: dict[str, Tensor]) -> None:
+    def load_hf(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the tensors of this rank's experts, under global numbers."""
         self.local_experts.load_hf(tensors)
 

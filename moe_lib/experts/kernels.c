@@ -1,0 +1,172 @@
+/* Weights that are small numbers with scales, as the checkpoints store them, against rows in bfloat16.
+   Plain C for any processor; where AVX-512 has products of bfloat16 pairs, int4 uses them. Built by native.py. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define GROUP 32 /* int4 weights that share a scale */
+
+static inline float from_bf16(uint16_t b) {
+    uint32_t bits = (uint32_t)b << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+static inline uint16_t to_bf16(float f) { /* round to nearest, ties to even; NaN stays NaN */
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    uint16_t rounded = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    return f != f ? 0x7fc0 : rounded;
+}
+
+/* out[r, c] = value(w[r, c]) * scale[r / block, c / block] for e4m3 weights [rows, cols]; partial blocks at both edges. */
+void fp8_dequantise(const uint8_t *w, const float *scale, uint16_t *out, long rows, long cols, long block, int threads) {
+    long across = (cols + block - 1) / block;
+#pragma omp parallel for num_threads(threads)
+    for (long r = 0; r < rows; r++)
+        for (long b = 0; b < across; b++) {
+            const float s = scale[r / block * across + b];
+            const long end = (b + 1) * block < cols ? (b + 1) * block : cols;
+            for (long c = b * block; c < end; c++) {
+                /* exponent and mantissa in float32's places; its bias is 120 larger, and the product is exact, subnormals too */
+                uint32_t u = w[r * cols + c], bits = (u & 0x7f) << 20 | (u & 0x80) << 24;
+                float f;
+                memcpy(&f, &bits, 4);
+                f *= 0x1p120f;
+                out[r * cols + c] = to_bf16(((u & 0x7f) == 0x7f ? NAN : f) * s);
+            }
+        }
+}
+
+/* One output of int4_linear for `count` rows of x, in float32: the row of weights is opened once into `open`. */
+static void int4_plain(const float *x, const uint8_t *w, const uint16_t *scale, uint16_t *y, long count, long n, long k,
+                       float *open) {
+    for (long c = 0; c < k; c++) {
+        int nibble = w[c / 2] >> (c % 2 * 4) & 15;
+        open[c] = (float)(nibble - 8) * from_bf16(scale[c / GROUP]);
+    }
+    for (long m = 0; m < count; m++) {
+        float lane[16] = {0}, sum = 0; /* sixteen sums side by side, which any compiler makes vectors of */
+        for (long c = 0; c < k; c += 16)
+            for (int i = 0; i < 16; i++) lane[i] += x[m * k + c + i] * open[c + i];
+        for (int i = 0; i < 16; i++) sum += lane[i];
+        y[m * n] = to_bf16(sum);
+    }
+}
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+
+#define STEP 128 /* weights in one 64-byte load */
+#define TILE 8   /* rows of x at a time: 2 x 8 sums and 8 opened weights fill the 32 registers */
+
+/* x in the order in which a load of weights opens: of each 128 values first those at 4i, then 4i + 1, 4i + 2, 4i + 3. */
+static void planes(const uint16_t *x, uint16_t *out, long k) {
+    for (long c = 0; c < k; c += STEP)
+        for (int p = 0; p < 4; p++)
+            for (int i = 0; i < 32; i++) out[c + 32 * p + i] = x[c + 4 * i + p];
+}
+
+/* Two rows of weights against `count` rows of x. `count` is a constant wherever this is called, so all sums stay in registers. */
+static inline __attribute__((always_inline)) void int4_pair(const uint16_t *x, const uint8_t *w, const uint16_t *scale, uint16_t *y,
+                                                            const int count, long n, long k) {
+    /* nibble -> bfloat16 of nibble - 8; twice, because the lookup takes five bits and the fifth belongs to a neighbour */
+    static const uint16_t value[32] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000,
+                                       0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+                                       0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    const __m512i table = _mm512_loadu_si512(value);
+    const __m512i spread = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0); /* a scale for every 4 lanes */
+    __m512 sum[2][TILE];
+    for (int m = 0; m < count; m++) sum[0][m] = sum[1][m] = _mm512_setzero_ps();
+    for (long c = 0; c < k; c += STEP) {
+        __m512bh open[2][4];
+        __m512 s[2];
+        for (int r = 0; r < 2; r++) {
+            const uint8_t *from = w + (r * k + c) / 2;
+            _mm_prefetch((const char *)from + 1024, _MM_HINT_T0);
+            const __m512i v = _mm512_loadu_si512(from);
+            open[r][0] = (__m512bh)_mm512_permutexvar_epi16(v, table);
+            open[r][1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4), table);
+            open[r][2] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(v, 8), table);
+            open[r][3] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(v, 12), table);
+            const __m128i four = _mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)(scale + (r * k + c) / GROUP)));
+            s[r] = _mm512_castsi512_ps(
+                _mm512_permutexvar_epi32(spread, _mm512_castsi128_si512(_mm_slli_epi32(four, 16))));
+        }
+        for (int m = 0; m < count; m++) {
+            const uint16_t *at = x + m * k + c;
+            __m512 part[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+            for (int p = 0; p < 4; p++) {
+                const __m512bh values = (__m512bh)_mm512_loadu_si512(at + 32 * p);
+                part[0] = _mm512_dpbf16_ps(part[0], open[0][p], values);
+                part[1] = _mm512_dpbf16_ps(part[1], open[1][p], values);
+            }
+            sum[0][m] = _mm512_fmadd_ps(part[0], s[0], sum[0][m]); /* the scale, in float32, once for 8 products a lane */
+            sum[1][m] = _mm512_fmadd_ps(part[1], s[1], sum[1][m]);
+        }
+    }
+    for (int m = 0; m < count; m++)
+        for (int r = 0; r < 2; r++) y[m * n + r] = to_bf16(_mm512_reduce_add_ps(sum[r][m]));
+}
+
+static void int4_tile(const uint16_t *x, const uint8_t *w, const uint16_t *scale, uint16_t *y, int count, long n, long k) {
+    switch (count) {
+        case 1: int4_pair(x, w, scale, y, 1, n, k); break;
+        case 2: int4_pair(x, w, scale, y, 2, n, k); break;
+        case 3: int4_pair(x, w, scale, y, 3, n, k); break;
+        case 4: int4_pair(x, w, scale, y, 4, n, k); break;
+        case 5: int4_pair(x, w, scale, y, 5, n, k); break;
+        case 6: int4_pair(x, w, scale, y, 6, n, k); break;
+        case 7: int4_pair(x, w, scale, y, 7, n, k); break;
+        default: int4_pair(x, w, scale, y, TILE, n, k);
+    }
+}
+#endif
+
+/* y[m, n] = sum over k of x[m, k] * (nibble[n, k] - 8) * scale[n, k / 32], summed in float32.
+   x bfloat16 [rows, k]; w [n, k / 2], the even k in the low nibble; scale bfloat16 [n, k / 32]; y bfloat16 [rows, n]; n even.
+   scratch holds rows * k float32, and k more for each 64 rows of weights. `wide` allows the AVX-512 path, for k in multiples of 128. */
+void int4_linear(const uint16_t *x, const uint8_t *w, const uint16_t *scale, uint16_t *y, float *scratch, long rows, long n, long k,
+                 int wide, int threads) {
+    const long BLOCK = 64; /* rows of weights: with a tile of x they fit a core's second cache */
+#ifdef __AVX512BF16__
+    if (wide && k % STEP == 0) {
+        uint16_t *ordered = (uint16_t *)scratch;
+#pragma omp parallel num_threads(threads)
+        {
+#pragma omp for
+            for (long m = 0; m < rows; m++) planes(x + m * k, ordered + m * k, k);
+#pragma omp for schedule(dynamic)
+            for (long b = 0; b < n; b += BLOCK)
+                for (long m = 0; m < rows; m += TILE)
+                    for (long r = b; r < b + BLOCK && r < n; r += 2)
+                        int4_tile(ordered + m * k, w + r * k / 2, scale + r * k / GROUP, y + m * n + r,
+                                  rows - m < TILE ? (int)(rows - m) : TILE, n, k);
+        }
+        return;
+    }
+#endif
+    (void)wide;
+    float *open = scratch + rows * k;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for
+        for (long i = 0; i < rows * k; i++) scratch[i] = from_bf16(x[i]);
+#pragma omp for schedule(dynamic)
+        for (long b = 0; b < n; b += BLOCK) {
+            float *own = open + b / BLOCK * k;
+            for (long r = b; r < b + BLOCK && r < n; r++)
+                int4_plain(scratch, w + r * k / 2, scale + r * k / GROUP, y + r, rows, n, k, own);
+        }
+    }
+}
+
+int int4_wide(void) { /* whether this build has the AVX-512 path */
+#ifdef __AVX512BF16__
+    return 1;
+#else
+    return 0;
+#endif
+}

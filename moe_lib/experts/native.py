@@ -1,0 +1,102 @@
+"""kernels.c, compiled for this processor the first time it is wanted and kept in the user's cache; None where it cannot be."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("kernels.c")
+# The first that the compiler takes: some want -mcpu for -march, and some have no OpenMP, which costs all threads but one.
+FLAGS = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-march=native"], ["-mcpu=native"], [])
+
+
+@functools.cache
+def kernels() -> tuple[ctypes.CDLL | None, str]:
+    """The compiled library, or None and the reason in words. Takes a second or two once per machine."""
+    compiler = next(
+        (path for name in (os.environ.get("CC", ""), "cc", "gcc", "clang") if name and (path := shutil.which(name))), None
+    )
+    if compiler is None:
+        return None, "there is no C compiler (cc, gcc or clang, or the one that CC names)"
+    try:
+        return ctypes.CDLL(str(_build(compiler))), ""
+    except (OSError, subprocess.SubprocessError) as error:
+        return None, f"{compiler} could not build it ({error})"
+
+
+def _build(compiler: str) -> Path:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    key = hashlib.sha256("\n".join([SOURCE.read_text(), version, str(FLAGS), _processor()]).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_lib"
+    built = folder / f"kernels-{key}.so"
+    if built.exists():
+        return built
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(dir=folder))
+    except OSError:  # a home that cannot be written to: build for this process alone
+        work = Path(tempfile.mkdtemp())
+        built = work / built.name
+    target = work / "building.so"
+    command = [compiler, "-O3", "-shared", "-fPIC", str(SOURCE), "-o", str(target), "-lm"]
+    for flags in FLAGS:
+        done = subprocess.run(command[:1] + flags + command[1:], capture_output=True, text=True, timeout=120)
+        if done.returncode == 0:
+            break
+    else:
+        raise OSError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"status {done.returncode}")
+    os.replace(target, built)  # at once, so that another process sees all of it or nothing
+    if work != built.parent:
+        work.rmdir()
+    return built
+
+
+def _processor() -> str:
+    """What -march=native depends on: a home may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    told = {line for line in lines if line.split(":")[0].strip() in ("flags", "Features", "model name")}
+    return "\n".join([platform.machine(), platform.processor(), *sorted(told)])
+
+
+def wide() -> bool:
+    """Whether the library multiplies pairs of bfloat16 (AVX-512 BF16)."""
+    library, _ = kernels()
+    return library is not None and bool(library.int4_wide())
+
+
+def fp8_dequantise(weight: Tensor, scale_inv: Tensor, out: Tensor, block: int) -> None:
+    """weight [rows, cols] e4m3, scale_inv float32 for each block x block, into out bfloat16."""
+    library, _ = kernels()
+    rows, cols = weight.shape
+    sizes = (ctypes.c_long(n) for n in (rows, cols, block))
+    library.fp8_dequantise(_at(weight), _at(scale_inv), _at(out), *sizes, torch.get_num_threads())
+
+
+def int4_linear(x: Tensor, packed: Tensor, scale: Tensor, allow_wide: bool = True) -> Tensor:
+    """x [rows, k] bfloat16 times the transpose of n packed rows; packed [n, k / 8] int32, scale [n, k / 32] bfloat16."""
+    library, _ = kernels()
+    x = x.contiguous()
+    (rows, k), n = x.shape, len(packed)
+    y = x.new_empty(rows, n)
+    scratch = torch.empty((rows + -(-n // 64)) * k)
+    sizes = (ctypes.c_long(size) for size in (rows, n, k))
+    library.int4_linear(*map(_at, (x, packed, scale, y, scratch)), *sizes, int(allow_wide), torch.get_num_threads())
+    return y
+
+
+def _at(tensor: Tensor) -> ctypes.c_void_p:
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", "the kernels read plain memory"
+    return ctypes.c_void_p(tensor.data_ptr())

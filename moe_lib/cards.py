@@ -58,6 +58,7 @@ class Card:
         lines += [self.footnote, ""] if self.footnote else [""]
         lines.append(f"Evidence: {reference()[0]}")
         lines += [f"  {KINDS[e.kind]}{', ' + reference(e.lines)[0] if e.lines else ''}: {e.claim}" for e in node.evidence]
+        lines += [f"Notebook: {node.notebook[1]}"] if node.notebook else []
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -81,6 +82,7 @@ class Card:
                 f'<ul class="moe-shapes">{"".join(self._shape_row(symbol, lit[symbol.s]) for symbol in node.symbols)}</ul>',
                 quiet(escape(self.footnote)) if self.footnote else "",
                 f'<ul class="moe-evidence">{"".join(map(_evidence_row, node.evidence))}</ul>',
+                quiet("Notebook: {}".format('<a href="{}">{}</a>'.format(*node.notebook))) if node.notebook else "",
                 quiet("Reference: {}".format('<a href="{1}" target="_blank" rel="noopener">{0}</a>'.format(*reference()))),
                 "</div>",
             )

@@ -71,7 +71,7 @@ class Node:
     label: str
     box: tuple[int, ...]
     trail: tuple[str, ...]
-    notebook: str
+    notebook: tuple[str, str] | None
     code: tuple[Code, ...]
     equation: str
     says: str
@@ -97,6 +97,7 @@ def nodes() -> dict[str, Node]:
     for raw in data["node"]:
         fields = {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
         fields["trail"] = tuple(data["trails"][raw["trail"]])
+        fields["notebook"] = tuple(data["notebooks"][raw["notebook"]]) if raw["notebook"] in data["notebooks"] else None
         fields["code"] = tuple(_code(*where) for where in raw["code"])
         fields["symbols"] = tuple(Symbol(**symbol) for symbol in raw["symbols"])
         fields["evidence"] = tuple(Evidence(**{**e, "lines": tuple(e["lines"]) if "lines" in e else None}) for e in raw["evidence"])

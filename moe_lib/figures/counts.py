@@ -50,12 +50,12 @@ def where_the_weights_are(config: MoEConfig) -> Figure:
             share = pair[i] / totals[i]
             ax.barh(i, share, left=left, color=colour, edgecolor="white", label=name if i == 0 else None)
             if share > ENOUGH_FOR_WORDS:
-                light = colour in (ORANGE, SKY, YELLOW, PURPLE)
-                ax.text(left + share / 2, i, f"{share:.1%}", ha="center", va="center", color="black" if light else "white")
+                dark = colour in (BLUE, VERMILION)
+                ax.text(left + share / 2, i, f"{share:.1%}", ha="center", va="center", color="white" if dark else "black")
             left += share
     ax.set(yticks=[0, 1], yticklabels=rows, xlim=(0, 1), xticks=[])
     ax.invert_yaxis()
     ax.spines[["left", "bottom"]].set_visible(False)
     ax.tick_params(left=False)
-    ax.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.45, -0.02), fontsize=9)
+    ax.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.45, -0.02), fontsize=9, frameon=False)
     return figure

@@ -1,7 +1,9 @@
 """Every fact on a card is held against the code, a real forward, the config, or the known order of the reference file."""
 
+import json
 import re
 import sys
+import tomllib
 from collections import defaultdict
 from fnmatch import fnmatchcase
 from html import unescape
@@ -34,7 +36,17 @@ SMALL = MoEConfig(hidden_size=12, moe_intermediate_size=14, n_routed_experts=6, 
 
 def test_every_operation_has_a_card():
     assert set(NODES) == set(EXPECTED)
-    assert {node.notebook for node in NODES.values()} == {"01", "02", "03", "05"}
+
+
+def test_cards_lead_to_the_notebooks_there_are():
+    folder = DATA.parent / "notebooks"
+    data = tomllib.loads((DATA / "evidence.toml").read_text(encoding="utf-8"))
+    for node, raw in zip(NODES.values(), data["node"]):
+        there = [path.name for path in folder.glob(f"{raw['notebook']}_*.ipynb")]
+        assert ([node.notebook[0]] if node.notebook else []) == there, "correct [notebooks] in data/evidence.toml"
+        if node.notebook:
+            title = json.loads((folder / there[0]).read_text(encoding="utf-8"))["cells"][0]["source"]
+            assert "".join(title).splitlines()[0] == f"# {node.notebook[1]}"
 
 
 # --- the code on a card ------------------------------------------------------------------------------------------------
@@ -296,5 +308,5 @@ def test_links_are_pinned():
         "https://huggingface.co/moonshotai/Kimi-K2-Instruct/blob/fd1984e2b7a3/modeling_deepseek.py#L486-L515",
     )
     assert reference((389, 389))[0] == "line 389" and reference((389, 389))[1].endswith("#L389")
-    links = re.findall(r'href="([^"]*)"', "".join(card(name).html() for name in NODES))
+    links = re.findall(r'href="(http[^"]*)"', "".join(card(name).html() for name in NODES))
     assert links and all("/blob/fd1984e2b7a3/modeling_deepseek.py" in link for link in links)

@@ -69,6 +69,21 @@ def sampling_floor(tokens: int, n_experts: int, k: int) -> float:
     return (expected_max / (tokens * p) - 1) * (n_experts / (n_experts - 1)) ** 0.5
 
 
+def document_floor(
+    loads: Integer[Tensor, "documents experts"], batch: int, times: int = 500, generator: torch.Generator | None = None
+) -> float:
+    """The MaxVio to expect of batches of `batch` documents when every expert is used evenly in the long run.
+
+    sampling_floor takes tokens as drawn one by one. The tokens of a document come together and want the same experts, so batches
+    differ by more than that. Here batches are drawn from real documents' loads, after each expert's loads were scaled to the
+    same mean: what is left is the luck of which documents meet. Experts that serve nobody are left out.
+    """
+    used = loads[:, loads.sum(0) > 0].double()
+    even = used / used.mean(0)
+    rows = torch.randint(len(loads), (times, batch), generator=generator).to(loads.device)
+    return max_violation(even[rows].mean(1)).mean().item()
+
+
 def bias_update(loads: Integer[Tensor, " experts"] | Float[Tensor, " experts"], gamma: float) -> Float32[Tensor, " experts"]:
     """What loss-free balancing adds to e_score_correction_bias: gamma * sign(mean - load), less its own mean.
 
@@ -112,6 +127,13 @@ def auxiliary_loss(
     f = (chosen * here).sum(1) / tokens.clamp(min=1) * n_experts / k
     p = (scores * here).sum(1) / tokens.clamp(min=1)
     return aux_loss_alpha * (f * p).sum() / (tokens > 0).sum()
+
+
+def by_kind(
+    loads: Integer[Tensor, "documents experts"], kinds: Int64[Tensor, " documents"], n_kinds: int
+) -> Integer[Tensor, "experts kinds"]:
+    """Sum the loads of documents by the documents' kinds."""
+    return torch.zeros(n_kinds, loads.shape[1], dtype=loads.dtype, device=loads.device).index_add_(0, kinds, loads).T
 
 
 def mutual_information(table: Integer[Tensor, "experts kinds"] | Float[Tensor, "experts kinds"]) -> float:

@@ -120,7 +120,7 @@ class Documents:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, rows: Int64[Tensor, " some"] | slice) -> Documents:
+    def __getitem__(self, rows: Int64[Tensor, " some"] | Bool[Tensor, " documents"] | slice) -> Documents:
         return Documents(self.tokens[rows], self.kinds[rows])
 
     def to(self, device: torch.device | str) -> Documents:

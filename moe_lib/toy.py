@@ -143,11 +143,8 @@ class Run:
     by_kind: Int64[Tensor, "windows layers experts kinds"]
     """Loads by kind of text, summed over the steps of a window."""
     held_out_loss: float
-    held_out_by_kind: Int64[Tensor, "layers experts kinds"]
-
-    @property
-    def window(self) -> int:
-        return -(-len(self.losses) // len(self.by_kind))
+    held_out_loads: Int64[Tensor, "documents layers experts"]
+    """Loads on documents that it was not trained on, each by itself."""
 
 
 WINDOW = 10
@@ -181,7 +178,7 @@ def train(
 
 def train_step(
     model: ToyModel, optimiser: torch.optim.Optimizer, batch: Documents, recipe: Recipe
-) -> tuple[Float32[Tensor, ""], Int64[Tensor, "layers experts kinds"]]:
+) -> tuple[Float[Tensor, ""], Int64[Tensor, "layers experts kinds"]]:
     """One optimiser step, then one step of the balancing bias; (loss, loads by kind) of the batch."""
     optimiser.zero_grad()
     total, loss, by_kind = predictions(batch), 0.0, 0
@@ -201,22 +198,27 @@ def train_step(
 
 def kinds_served(routings: list[Routing], documents: Documents, config: MoEConfig) -> Int64[Tensor, "layers experts kinds"]:
     """How many tokens of each kind every expert of every mixture layer serves. A dense model has no layers here."""
-    tables = [load_by_kind(r.indices, documents.token_kinds, config.n_routed_experts, len(KINDS), documents.mask) for r in routings]
-    return torch.stack(tables) if tables else torch.zeros(0, config.n_routed_experts, len(KINDS), dtype=torch.int64)
+    sizes = config.n_routed_experts, len(KINDS)
+    tables = [load_by_kind(r.indices, documents.token_kinds, *sizes, documents.mask) for r in routings]
+    return torch.stack(tables) if tables else torch.zeros(0, *sizes, dtype=torch.int64)
 
 
 @torch.no_grad()
-def evaluate(model: ToyModel, documents: Documents) -> tuple[float, Int64[Tensor, "layers experts kinds"]]:
-    """(loss in nats a character, loads by kind) on documents that are not trained on."""
-    loss, by_kind = 0.0, 0
-    for rows in torch.arange(len(documents), device=documents.tokens.device).split(64):
+def evaluate(model: ToyModel, documents: Documents) -> tuple[float, Int64[Tensor, "documents layers experts"]]:
+    """(loss in nats a character, loads of each document) on documents that are not trained on."""
+    loss, loads = 0.0, []
+    experts, which = model.config.n_routed_experts, torch.arange(len(documents), device=documents.tokens.device)
+    for rows in which.split(64):
         part = documents[rows]
         logits, routings = model(part.tokens)
-        loss, by_kind = loss + summed_loss(logits, part).item(), by_kind + kinds_served(routings, part, model.config)
-    return loss / predictions(documents), by_kind
+        number = torch.arange(len(part), device=rows.device).unsqueeze(1).expand_as(part.tokens)
+        tables = [load_by_kind(r.indices, number, experts, len(part), part.mask).T for r in routings]
+        loads.append(torch.stack(tables, 1) if tables else torch.zeros(len(part), 0, experts, dtype=torch.int64))
+        loss += summed_loss(logits, part).item()
+    return loss / predictions(documents), torch.cat(loads)
 
 
 def _run(model: ToyModel, losses: Tensor, counts: Tensor, held_out: Documents) -> Run:
-    loss, by_kind = evaluate(model, held_out)
+    held_out_loss, held_out_loads = evaluate(model, held_out)
     windows = torch.stack([window.sum(0) for window in counts.split(WINDOW)])
-    return Run(losses.cpu(), counts.sum(-1).cpu(), windows.cpu(), loss, by_kind.cpu())
+    return Run(losses.float().cpu(), counts.sum(-1).cpu(), windows.cpu(), held_out_loss, held_out_loads.cpu())

@@ -87,7 +87,7 @@ def simulated_floor(tokens, experts, k, times):
 
 @pytest.mark.parametrize(
     ("tokens", "experts", "k", "times"),
-    [(4096, 384, 8, 60), (2300, 32, 2, 400), (64, 8, 2, 2000), (50, 16, 12, 2000), (7, 2, 1, 4000)],
+    [(4096, 384, 8, 40), (2300, 32, 2, 300), (64, 8, 2, 2000), (50, 16, 12, 1000), (7, 2, 1, 4000)],
 )
 def test_the_closed_form_of_the_noise_floor_agrees_with_simulation(tokens, experts, k, times):
     mean, error = simulated_floor(tokens, experts, k, times)
@@ -172,9 +172,10 @@ def test_the_sign_flipped_makes_it_worse():
     x = torch.randn(512, 8)
     other = copy.deepcopy(router)
     for _ in range(100):
-        update_bias(router, load(router(x).indices, 6), 0.01)
-        update_bias(other, load(other(x).indices, 6), -0.01)
-    assert max_violation(load(router(x).indices, 6)) < 0.1 < 1.5 < max_violation(load(other(x).indices, 6))
+        update_bias(router, load(router(x).indices, 6), 0.003)
+        update_bias(other, load(other(x).indices, 6), -0.003)
+    assert max_violation(load(router(x).indices, 6)) < 0.05
+    assert max_violation(load(other(x).indices, 6)) > 1.1  # 2 is the most there can be
 
 
 # --- the auxiliary loss ----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["pytest", "rank_work"])
+_server.set_forkserver_preload(["pytest", "rank_work", "fault_work"])
 _before = os.environ.get("PYTHONPATH")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), _before or ""])
 try:

@@ -4,11 +4,15 @@ import jaxtyping
 
 jaxtyping.install_import_hook("moe_lib", "beartype.beartype")
 
+import threading  # noqa: E402
+
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from safetensors import safe_open  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from moe_lib import MoEBlock, MoEConfig  # noqa: E402
+from moe_lib.expert_parallel import fill_from_seed, sharded_block, sum_replicated_gradients  # noqa: E402
 from moe_lib.experts import GroupedExperts, LoopExperts, ShardedExperts  # noqa: E402
 from moe_lib.experts.sharded import all_to_all, rank_experts  # noqa: E402
 
@@ -135,3 +139,70 @@ def mesh(group, config: MoEConfig):
         said = str(error)
     y = MoEBlock(config, experts)(torch.randn(3, config.hidden_size))
     return {"shape": tuple(y.shape), "local": experts.local_experts.local, "said": said}
+
+
+def ranks_of(group):
+    return group.rank(), group.size()
+
+
+def seeded(group, config: MoEConfig, seed: int):
+    block = sharded_block(config, group, "loop" if group.rank() % 2 else "grouped")
+    fill_from_seed(block, seed)
+    return block.to_hf()
+
+
+class Peak:
+    """The most anonymous memory that this process held, looked at every millisecond; pages of a mapped file are not its own."""
+
+    def __enter__(self):
+        self.before, self.most, self.over = self.now(), 0, threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+
+    def watch(self):
+        while not self.over.wait(0.001):
+            self.most = max(self.most, self.now() - self.before)
+
+    def __exit__(self, *_):
+        self.over.set()
+        self.thread.join()
+        self.most = max(self.most, self.now() - self.before)
+
+    @staticmethod
+    def now() -> int:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+
+def peak_of_building(group, config: MoEConfig, dtype, path: str | None):
+    """Bytes by which this process grew at most while it built and filled its part."""
+
+    def build(config: MoEConfig):
+        block = sharded_block(config, group, "grouped", dtype=dtype)
+        if path is None or config.hidden_size == 32:
+            fill_from_seed(block, 1)
+        else:
+            with safe_open(path, "pt") as file:
+                names, mine = set(file.keys()), block.to_hf().keys()
+                block.load_hf({name: file.get_tensor(name) for name in names & mine})
+        return block
+
+    build(config.replace(hidden_size=32, moe_intermediate_size=8))  # what a first block brings along
+    with Peak() as peak:
+        build(config)
+    return peak.most
+
+
+def train(group, config: MoEConfig, seed: int, x: Tensor, target: Tensor):
+    """Two steps, each rank on its half of the tokens."""
+    block = sharded_block(config, group)
+    fill_from_seed(block, seed)
+    optimizer = torch.optim.SGD(block.parameters(), 0.05, momentum=0.9)
+    for inputs, wanted in zip(x, target):
+        half = slice(group.rank(), None, group.size())
+        optimizer.zero_grad()
+        (block(inputs[half]) - wanted[half]).square().sum().backward()
+        sum_replicated_gradients(block, group)
+        optimizer.step()
+    return block.to_hf()

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_lib.config import MoEConfig
-from moe_lib.rollcall import naming_the_lost
+from moe_lib.rollcall import naming_the_lost, sign_in
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)  # told by place
 FINE, WRONG_LENGTH, WRONG_SUM = range(3)
@@ -88,6 +88,7 @@ class ShardedExperts(nn.Module):
         group = process_group(group)
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
         self.local_experts = local_experts
+        sign_in(group)
         self._check_shares()
         self.local = range(len(local_experts.local) * self.ranks)
         self.register_state_dict_post_hook(_without_own_name)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_lib.config import KIMI_K2, MoEConfig
 from moe_lib.explorers.base import BLUE, FAINT, INK, ORANGE, VERMILION, Explorer, line, rect, says, svg, text
-from moe_lib.explorers.gate import made_up, variant
+from moe_lib.explorers.gate import made_up, narrow_labels, variant
 from moe_lib.router import Router, Routing
 
 LEFT, TOP, LOADS = 46.0, 26.0, 110.0
@@ -74,7 +74,7 @@ def batch_explorer(router: Router | None = None, tokens: Float[Tensor, "*batch h
     }
     if most == 1:
         del controls["tokens"]
-    return Explorer(draw, controls, columns=3)
+    return narrow_labels(Explorer(draw, controls, columns=3))
 
 
 def _most_k(config: MoEConfig) -> int:

@@ -150,7 +150,8 @@ def gate_explorer(router: Router | None = None, tokens: Float[Tensor, "*batch hi
         below = f'<div class="moe-row">{views.cut(choice, expert)}{views.weights(choice)}</div>'
         return views.page(views.tiles(choice, expert) + below + says(sentence(choice, token, expert)), choice)
 
-    return Explorer(draw, _controls(config, first_tokens.shape[0], pinned, lift, seeded=not (own and given is not None)), columns=3)
+    controls = _controls(config, first_tokens.shape[0], pinned, lift, seeded=not (own and given is not None))
+    return narrow_labels(Explorer(draw, controls, columns=3))
 
 
 def _opening(start: Choice, own: bool) -> tuple[int, float]:
@@ -170,20 +171,27 @@ def _controls(config: MoEConfig, tokens: int, pinned: int, lift: float, seeded: 
     names = {2.5: "2.5 (V3)", 2.827: "2.827 (K2)"}
     controls = {
         "token": W.IntSlider(0, 0, tokens - 1, description="token"),
-        "k": W.IntSlider(k, 1, max(k, min(16, experts)), description="k"),
         "spread": W.FloatSlider(1.0, min=0.0, max=4.0, step=0.1, description="spread of logits", readout_format=".1f"),
+        "seed": W.IntSlider(0, 0, 99, description="seed"),
         "expert": W.IntSlider(pinned, 0, experts - 1, description="bias of expert"),
         "bias": W.FloatSlider(lift, min=-1.0, max=1.0, step=0.01, description="bias", readout_format="+.2f"),
+        "k": W.IntSlider(k, 1, max(k, min(16, experts)), description="k"),
         "groups": W.SelectionSlider(options=divisors, value=groups, description="groups"),
         "kept": W.IntSlider(config.topk_group, 1, max(8, config.topk_group), description="kept groups"),
         "scale": W.SelectionSlider(
             options=[(names.get(s, f"{s:g}"), s) for s in scales], value=config.routed_scaling_factor, description="scale"
         ),
-        "seed": W.IntSlider(0, 0, 99, description="seed"),
         "normalise": W.Checkbox(config.norm_topk_prob, description="normalise", indent=True),
     }
     unused = (["token"] if tokens == 1 else []) + ([] if seeded else ["seed"])
     return {name: control for name, control in controls.items() if name not in unused}
+
+
+def narrow_labels(explorer: Explorer) -> Explorer:
+    """Three columns leave a slider little room beside labels of the usual width."""
+    for control in explorer.controls.values():
+        control.style.description_width = "100px"
+    return explorer
 
 
 def note(words: str, height: float) -> str:

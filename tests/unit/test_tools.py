@@ -329,3 +329,70 @@ def test_a_chosen_chromium_comes_first_and_a_stub_is_not_taken_for_one(tmp_path,
     assert course.find_chromium(sys.executable) == str(stub)
     monkeypatch.setenv("CHROMIUM", "/somewhere/else")
     assert course.find_chromium(sys.executable) == "/somewhere/else"
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """A machine without Chromium: records what is called; `works` are the words of the command that brings one."""
+    calls, works, release = [], [], ["ID=debian"]
+
+    def call(command, **_):
+        calls.append(" ".join(command))
+        return 0
+
+    monkeypatch.setattr(course.subprocess, "call", call)
+    monkeypatch.setattr(course.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(course.time, "sleep", lambda _: None)
+    monkeypatch.setattr(course, "_read", lambda _: release[0])
+    monkeypatch.setattr(course, "find_chromium", lambda: "/found" if works and any(works[0] in c for c in calls) else None)
+    return calls, works, release
+
+
+def test_chromium_comes_through_apt_on_debian(bare):
+    calls, works, _ = bare
+    works.append("install -y --no-install-recommends chromium")
+    assert course.install_chromium() == "/found"
+    assert any("apt-get" in call and call.endswith("update") for call in calls)
+    assert not any("playwright" in call for call in calls)
+
+
+@pytest.mark.parametrize("system", ["ID=debian", "ID=ubuntu", ""])
+def test_chromium_comes_through_playwright_where_apt_brings_none(bare, system):
+    calls, works, release = bare
+    works.append("playwright install chromium")
+    release[0] = system
+    assert course.install_chromium() == "/found"
+    assert any(" install -y" in call for call in calls) == (system == "ID=debian")
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize("ci", [True, False])
+def test_without_chromium_the_browser_tests_are_named_as_not_run_and_ci_fails(monkeypatch, capsys, ci):
+    monkeypatch.setattr(course, "install", lambda _: None)
+    monkeypatch.setattr(course, "environment", dict)
+    monkeypatch.setattr(course.shutil, "rmtree", lambda *_, **__: None)
+    monkeypatch.setenv("CI", "true") if ci else monkeypatch.delenv("CI", raising=False)
+    assert course.test(["browser"]) == int(ci)
+    said = capsys.readouterr().out
+    assert "Did not run, and why:" in said and "no Chromium" in said and "CHROMIUM=/path/to/it" in said
+
+
+def test_a_failing_part_fails_the_whole_and_the_others_still_run(monkeypatch, capsys):
+    ran = []
+
+    def run_part(name, *_):
+        ran.append(name)
+        return (1, None) if name == "tests" else (0, None)
+
+    monkeypatch.setattr(course, "install", lambda _: None)
+    monkeypatch.setattr(course, "install_chromium", lambda: "/found")
+    monkeypatch.setattr(course, "environment", dict)
+    monkeypatch.setattr(course, "run_part", run_part)
+    monkeypatch.setattr(course.shutil, "rmtree", lambda *_, **__: None)
+    monkeypatch.setattr(course, "read_report", lambda path: (3, int(path.stem == "tests"), Counter()))
+    assert course.test([]) == 1
+    assert [name for name in ran if name != "faults"] == ["tests", "notebooks", "browser"]
+    assert course.test(["notebooks"]) == 0
+    assert "Everything ran." in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no part 'unit'; the parts are: tests faults notebooks browser"):
+        course.test(["unit"])

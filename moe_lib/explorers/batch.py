@@ -70,7 +70,7 @@ def batch_explorer(router: Router | None = None, tokens: Float[Tensor, "*batch h
         "bias": W.FloatSlider(0.0, min=0.0, max=2.0, step=0.05, description="balancing bias", readout_format=".2f"),
         "tokens": W.IntSlider(min(64, most), 1, most, description="tokens"),
         "k": W.IntSlider(config.num_experts_per_tok, 1, _most_k(config), description="k"),
-        "seed": W.IntSlider(0, 0, 99, description="seed of the skew"),
+        "seed": W.IntSlider(0, 0, 99, description="seed"),
     }
     if most == 1:
         del controls["tokens"]

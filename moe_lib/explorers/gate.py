@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from moe_lib.config import KIMI_K2, MoEConfig
+from moe_lib.explorers import gate_views as views
 from moe_lib.explorers.base import ORANGE, Explorer, says
 from moe_lib.router import Router, top_k
 
@@ -60,12 +61,8 @@ def variant(router: Router, config: MoEConfig, bias: Float[Tensor, " experts"]) 
 
 
 @torch.no_grad()
-def decide(router: Router, x: Float[Tensor, "1 hidden"], bias: Float[Tensor, " experts"], **changes: object) -> Choice:
-    """Route one token through `router` with this bias and some fields of its config changed; every choice is Router.route's own.
-
-    Raises the config's ValueError when it refuses the changes.
-    """
-    config = router.config.replace(**changes)
+def decide(router: Router, x: Float[Tensor, "1 hidden"], bias: Float[Tensor, " experts"], config: MoEConfig) -> Choice:
+    """Route one token through `router` under this bias and config; every choice is Router.route's own."""
     gate = variant(router, config, bias)
     routing = gate(x)
     without_bias = variant(router, config, torch.zeros_like(bias)).route(routing.scores)
@@ -90,13 +87,13 @@ def decide(router: Router, x: Float[Tensor, "1 hidden"], bias: Float[Tensor, " e
     )
 
 
-def made_up(experts: MoEConfig, seed: int, tokens: int = 16) -> tuple[Router, Float[Tensor, "tokens hidden"]]:
+def made_up(config: MoEConfig, seed: int, tokens: int = 16) -> tuple[Router, Float[Tensor, "tokens hidden"]]:
     """A gate with random weights and random tokens, both normal: its logits have a standard deviation of about 1."""
     generator = torch.Generator().manual_seed(seed)
-    router = Router(experts)
+    router = Router(config)
     with torch.no_grad():
-        router.weight.normal_(std=experts.hidden_size**-0.5, generator=generator)
-    return router, torch.randn(tokens, experts.hidden_size, generator=generator)
+        router.weight.normal_(std=config.hidden_size**-0.5, generator=generator)
+    return router, torch.randn(tokens, config.hidden_size, generator=generator)
 
 
 def gate_explorer(router: Router | None = None, tokens: Float[Tensor, "*batch hidden"] | None = None) -> Explorer:
@@ -106,8 +103,6 @@ def gate_explorer(router: Router | None = None, tokens: Float[Tensor, "*batch hi
     config's values, `bias` is added to the bias of the one expert, and `spread` multiplies the logits.
     Raises ValueError for tokens of another width than the router's, or no tokens.
     """
-    from moe_lib.explorers import gate_views as views
-
     own = router is not None
     config = router.config if own else KIMI_K2.replace(hidden_size=64 if tokens is None else tokens.shape[-1])
     given = None if tokens is None else tokens.detach().reshape(-1, tokens.shape[-1]).cpu()
@@ -121,7 +116,7 @@ def gate_explorer(router: Router | None = None, tokens: Float[Tensor, "*batch hi
         return gate or drawn, random_tokens if given is None else given
 
     first_gate, first_tokens = source(0)
-    start = decide(first_gate, first_tokens[:1], first_gate.e_score_correction_bias)
+    start = decide(first_gate, first_tokens[:1], first_gate.e_score_correction_bias, config)
     pinned, lift = _opening(start, own)
 
     def draw(
@@ -140,13 +135,15 @@ def gate_explorer(router: Router | None = None, tokens: Float[Tensor, "*batch hi
         x = x[token : token + 1] * spread
         moved = gate.e_score_correction_bias.clone()
         moved[expert] += bias
-        changes = {"num_experts_per_tok": k, "n_group": groups, "topk_group": kept, "norm_topk_prob": normalise}
         try:
-            choice = decide(gate, x, moved, routed_scaling_factor=scale, **changes)
+            wanted = config.replace(
+                num_experts_per_tok=k, n_group=groups, topk_group=kept, norm_topk_prob=normalise, routed_scaling_factor=scale
+            )
         except ValueError as refusal:
             # The controls can ask for a gate that cannot be built. The scores are there all the same; the choice is not.
-            scores = decide(gate, x, moved).scores
+            scores = decide(gate, x, moved, config).scores
             return views.page(views.score_tiles(scores, expert) + note(f"No such gate: {refusal}.", views.HEIGHT))
+        choice = decide(gate, x, moved, wanted)
         below = f'<div class="moe-row">{views.cut(choice, expert)}{views.weights(choice)}</div>'
         return views.page(views.tiles(choice, expert) + below + says(sentence(choice, token, expert)), choice)
 
@@ -171,7 +168,7 @@ def _controls(config: MoEConfig, tokens: int, pinned: int, lift: float, seeded: 
     names = {2.5: "2.5 (V3)", 2.827: "2.827 (K2)"}
     controls = {
         "token": W.IntSlider(0, 0, tokens - 1, description="token"),
-        "spread": W.FloatSlider(1.0, min=0.0, max=4.0, step=0.1, description="spread of logits", readout_format=".1f"),
+        "spread": W.FloatSlider(1.0, min=0.0, max=4.0, step=0.1, description="logit spread", readout_format=".1f"),
         "seed": W.IntSlider(0, 0, 99, description="seed"),
         "expert": W.IntSlider(pinned, 0, experts - 1, description="bias of expert"),
         "bias": W.FloatSlider(lift, min=-1.0, max=1.0, step=0.01, description="bias", readout_format="+.2f"),

@@ -253,7 +253,7 @@ def test_the_order_begins_with_the_chosen():
     router, x = made_up(KIMI_K2.replace(hidden_size=64), 3)
     for groups, kept in ((1, 1), (8, 4), (4, 1)):
         bias = 0.3 * torch.randn(384)
-        c = decide(router, x[:1], bias, n_group=groups, topk_group=kept)
+        c = decide(router, x[:1], bias, router.config.replace(n_group=groups, topk_group=kept))
         assert c.order[:8] == c.chosen and sorted(c.order) == list(range(384))
         best = variant(router, c.config.replace(num_experts_per_tok=sum(c.kept)), bias)(x[:1])
         assert c.order[: sum(c.kept)] == best.indices[0].tolist()

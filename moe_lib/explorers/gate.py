@@ -55,7 +55,8 @@ class Choice:
 
 def variant(router: Router, config: MoEConfig, bias: Float[Tensor, " experts"]) -> Router:
     """The same gate, weight shared, under another config and another bias."""
-    gate = copy.deepcopy(router, {id(router.weight): router.weight})
+    shared = (router.weight, router.e_score_correction_bias, router.config)
+    gate = copy.deepcopy(router, {id(part): part for part in shared})
     gate.config, gate.e_score_correction_bias = config, bias
     return gate
 

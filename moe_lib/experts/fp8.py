@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
@@ -86,3 +87,15 @@ class Fp8Experts(QuantisedExperts):
             native.fp8_dequantise(weight, scale_inv, out, BLOCK)
             return out
         return dequantise(weight, scale_inv, dtype=dtype)
+
+    def draw(self, parts: Mapping[str, Tensor], seed: Sequence[int], std: float) -> None:
+        # By table: 65,536 quantiles of a Gaussian whose largest would be 448, which is 4.3 standard deviations in a block.
+        random = np.random.Generator(np.random.SFC64(seed))
+        quantiles = (torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16
+        table = (torch.special.ndtri(quantiles) * E4M3_MAX / 4.3).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        numbers, table = parts["weight"].view(-1).view(torch.uint8).numpy(), table.view(torch.uint8).numpy()
+        for at in range(0, len(numbers), 2**18):
+            piece = numbers[at : at + 2**18]
+            np.take(table, random.integers(0, 2**16, len(piece), dtype=np.uint16), out=piece)
+        scale = parts["weight_scale_inv"]
+        scale.copy_(torch.from_numpy(random.random(scale.shape, dtype=np.float32)) * 0.2 + 0.9).mul_(std * 4.3 / E4M3_MAX)

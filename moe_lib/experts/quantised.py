@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,10 @@ class QuantisedExperts(nn.Module):
     def product(self, x: Float[Tensor, "rows in"], parts: Mapping[str, Tensor]) -> Float[Tensor, "rows out"]:
         """x times the transpose of one weight; a subclass with a kernel for it overrides this."""
         return F.linear(x, self.open(parts, x.dtype))
+
+    def draw(self, parts: Mapping[str, Tensor], seed: Sequence[int], std: float) -> None:
+        """Fill parts in main memory with what random weights of this standard deviation look like when they are quantised."""
+        raise NotImplementedError
 
     # --- the contract ----------------------------------------------------------------------------------------------------
 
@@ -101,6 +106,24 @@ class QuantisedExperts(nn.Module):
                     raise ValueError(f"{key} has shape {list(given.shape)}; this config needs {list(shape)}")
                 experts._store(i, projection, experts.close(given.detach()))
         return experts
+
+    def random_(self, seed: int, std: float, progress: Callable[[Iterable], Iterable] = iter) -> None:
+        """Random weights, drawn in their stored form. An expert's depend on the seed and its number alone, not on where it lives.
+
+        `progress` wraps the loop over the experts, as tqdm does.
+        """
+
+        def fill(i: int) -> None:
+            for n, projection in enumerate(PROJECTIONS):
+                mine = self._parts_of(i, projection)
+                drawn = {part: t if t.device.type == "cpu" else torch.empty_like(t, device="cpu") for part, t in mine.items()}
+                self.draw(drawn, [seed, self.local[i], n], std)
+                if drawn[part := next(iter(mine))] is not mine[part]:
+                    self._store(i, projection, drawn)
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy lets go of the interpreter while it draws
+            for done in progress([pool.submit(fill, i) for i in range(len(self.local))]):
+                done.result()
 
     def _store(self, i: int, projection: str, parts: Mapping[str, Tensor]) -> None:
         for part, mine in self._parts_of(i, projection).items():

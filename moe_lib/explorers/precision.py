@@ -124,7 +124,7 @@ def _map(o: Opened) -> str:
     wide, high = (columns.stop - columns.start) * scale, (rows.stop - rows.start) * scale
     return (
         text(LEFT, 16, "Error of each weight", extra='font-weight="bold"')
-        + text(LEFT, 32, f"clear: none · dark: {FULL:g} standard deviations or more · frame: who shares the outlier's scale")
+        + text(LEFT, 32, f"darkest: {FULL:g} standard deviations · frame: shares the outlier's scale")
         + f'<image x="{LEFT}" y="{TOP}" width="{MAP}" height="{MAP}" href="{data}" style="image-rendering:pixelated"/>'
         + rect(LEFT, TOP, MAP, MAP, "none", f'stroke="{FAINT}"')
         + rect(x - 1.5, y - 1.5, wide + 3, high + 3, "none", frame)

@@ -1,10 +1,11 @@
-"""Training runs kept in data/runs/, so that a notebook can compare many seeds without training them. `make runs` trains them anew."""
+"""Training runs kept in data/runs/, so that a notebook compares many seeds without training them. `make runs` makes them anew."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,8 +24,9 @@ SETTINGS: Mapping[str, Recipe] = {
     "bias 0.001": Recipe(gamma=1e-3),
     "bias 0.01": Recipe(gamma=1e-2),
     "bias 0.1": Recipe(gamma=1e-1),
-    "auxiliary loss": Recipe(aux_loss_alpha=0.01, seq_aux=False),
-    "sequence-wise loss": Recipe(aux_loss_alpha=0.01, seq_aux=True),
+    "auxiliary loss": Recipe(aux_loss_alpha=0.1, seq_aux=False),
+    "sequence-wise loss": Recipe(aux_loss_alpha=0.1),
+    "sequence-wise loss, K2's alpha": Recipe(aux_loss_alpha=0.001),
     "dense, equal active": Recipe(dense="active"),
     "dense, equal total": Recipe(dense="total"),
 }
@@ -34,7 +36,7 @@ SMALL = {"losses": np.float32, "loads": np.uint16, "by_kind": np.uint16, "held_o
 
 
 def path_of(name: str, folder: Path = FOLDER) -> Path:
-    return folder / f"{name.replace(',', '').replace(' ', '-')}.npz"
+    return folder / (re.sub("[^a-z0-9.]+", "-", name.lower()) + ".npz")
 
 
 def fingerprint(corpus: tuple[Documents, Documents]) -> str:

@@ -1,4 +1,4 @@
-"""Train the runs of data/runs/ again: every recipe of moe_lib.runs.SETTINGS with every seed. About half a minute a run on two cores.
+"""Train the runs of data/runs/ again: every recipe of moe_lib.runs.SETTINGS with every seed. Half a minute a run on two cores.
 
 python tools/runs.py [name…]     e.g. python tools/runs.py "no help" "bias 0.01"; without a name: all of them
 """

@@ -6,8 +6,10 @@ import re
 import pytest
 import torch
 
+import moe_lib.experts.grouped as grouped_module
 from moe_lib.balance import load
 from moe_lib.corpus import KINDS, LENGTH, PAD, WRITERS, Dice, Documents, decode, encode, make_corpus, write
+from moe_lib.experts import GroupedExperts
 from moe_lib.runs import SEEDS, SETTINGS, about, fingerprint, load_runs, path_of, save_runs
 from moe_lib.toy import DENSE, TOY, Recipe, ToyModel, evaluate, predictions, summed_loss, train, train_step
 
@@ -65,7 +67,7 @@ def is_date(text):
 
 
 def roman_value(text):
-    values = [dict(I=1, V=5, X=10, L=50, C=100)[c] for c in text]
+    values = [{"I": 1, "V": 5, "X": 10, "L": 50, "C": 100}[c] for c in text]
     return sum(-v if v < after else v for v, after in zip(values, [*values[1:], 0]))
 
 
@@ -274,3 +276,24 @@ def test_what_is_stored_comes_back_to_the_bit(few, tmp_path, monkeypatch):
     huge = dataclasses.replace(saved[0], loads=saved[0].loads + 70_000)
     with pytest.raises(OverflowError, match="loads reaches"):
         save_runs(tmp_path / "huge.npz", recipe, [0], [huge], few)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_grouped_product_on_the_cpu_equals_each_expert_by_itself(dtype, monkeypatch):
+    """Small experts take one way and large ones the other; moving the border must not move results by more than rounding."""
+    experts, x = GroupedExperts(TOY, dtype=dtype), torch.randn(90, 64, dtype=dtype)
+    counts = torch.bincount(torch.arange(90) % 29, minlength=32)  # three without rows
+    results = []
+    for border in (grouped_module.SMALL, 0):
+        monkeypatch.setattr(grouped_module, "SMALL", border)
+        rows = x.clone().requires_grad_()
+        out = experts(rows, counts)
+        grads = torch.autograd.grad(out.float().square().sum(), [rows, *experts.parameters()])
+        with torch.no_grad():
+            assert torch.equal(experts(x, counts), out)
+        results.append([out, *grads])
+        with pytest.raises(ValueError, match="counts that sum to 90 for 89 rows"):
+            experts(x[1:], counts)
+    off = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other, rtol=off, atol=off)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -113,3 +113,19 @@ def sum_replicated_gradients(block: MoEBlock, group: dist.ProcessGroup) -> None:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             with naming_the_lost(group, f"adding up the gradient of {name}"):
                 dist.all_reduce(parameter.grad, group=group)
+
+
+def one_step(group: dist.ProcessGroup, config: MoEConfig, seed: int, shares: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Forward and backward of y.square().sum() over this rank's share of the tokens, to be compared with one process.
+
+    "y" and "x" (its gradient) are of this rank's tokens. Under the checkpoint's names come the gradients of the weights that
+    live here, those of gate and shared expert summed over ranks.
+    """
+    block = sharded_block(config, group, "loop", dtype=shares[0].dtype)
+    fill_from_seed(block, seed)
+    x = shares[group.rank()].clone().requires_grad_()
+    y = block(x)
+    y.square().sum().backward()
+    sum_replicated_gradients(block, group)
+    named = {name.replace("local_experts.", ""): p for name, p in block.named_parameters()}
+    return {"y": y.detach(), "x": x.grad} | {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}

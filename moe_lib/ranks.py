@@ -91,11 +91,15 @@ class Ranks:
     def cell(self, source: str, only: Iterable[int] | None = None) -> None:
         """Run source on all ranks, or only on some, and print what each says, in rank order; the last value is said too."""
         asked = list(range(self.size) if only is None else only)
-        answers = self._ask(asked, _cell, source)
+        answers = self.try_cell(source, asked)
         for rank, answer in zip(asked, answers):
             for line in answer.splitlines() if isinstance(answer, str) else ():
                 print(f"rank {rank} │ {line}")
         _checked(answers)
+
+    def try_cell(self, source: str, only: Iterable[int] | None = None) -> list[str | RankError]:
+        """As `cell`, but return what each rank said; one that failed answers with its RankError or RankGone."""
+        return self._ask(range(self.size) if only is None else only, _cell, source)
 
     def push(self, **values) -> None:
         """Give every rank variables for its cells."""

@@ -56,6 +56,8 @@ def on_logical_ranks(work: Callable, size: int, *per_rank: Sequence) -> list:
     def run(rank: int):
         try:
             return work(Comm(rank, size, barrier, table), *(values[rank] for values in per_rank))
+        except Lonely:
+            raise
         except BaseException:
             barrier.abort()  # the others need not wait for this one
             raise

@@ -84,7 +84,7 @@ def _squares(total: int, active: int) -> str:
 
 
 def _bars(config: MoEConfig, chosen: str) -> str:
-    out = [text(LEFT, 20, "bytes of weights, and the machines that hold them", extra='font-weight="bold"')]
+    out = [text(LEFT, 20, "bytes of weights, and the machines that hold them (GPUs × GB)", extra='font-weight="bold"')]
     for i, (name, size) in enumerate(zip(SHORT, MACHINES.values())):
         row = 40 + 14 * (i % 3)
         out += [line(_x(size), row + 4, _x(size), 252, FAINT), text(_x(size), row, name, "middle", 'font-size="11"')]

@@ -37,12 +37,12 @@ def where_the_weights_are(config: MoEConfig) -> Figure:
     shares = parts(config)
     totals = [sum(pair[i] for pair in shares.values()) for i in (0, 1)]
     rows = [f"all weights\n{totals[0] / 1e9:,.1f} billion", f"for one token\n{totals[1] / 1e9:,.1f} billion"]
-    words = (
-        f"{row.replace(chr(10), ', ')}: "
-        + ", ".join(f"{name} {pair[i] / totals[i]:.1%}" for name, pair in sorted(shares.items(), key=lambda item: -item[1][i]))
-        for i, row in enumerate(rows)
-    )
-    figure = Figure(alt=f"Two bars. {'. '.join(words)}.".replace("all", "All", 1).replace(". for", ". For"), figsize=(8.6, 2.6))
+    words = []
+    for i, row in enumerate(rows):
+        largest = sorted(shares.items(), key=lambda item: -item[1][i])
+        each = ", ".join(f"{name} {_percent(pair[i] / totals[i])}" for name, pair in largest)
+        words.append(f"{row[0].upper()}{row[1:]}: {each}.".replace("\n", ", "))
+    figure = Figure(alt=f"Two bars. {' '.join(words)}", figsize=(8.6, 2.6))
     ax = figure.subplots()
     for i in (0, 1):
         left = 0.0
@@ -59,3 +59,7 @@ def where_the_weights_are(config: MoEConfig) -> Figure:
     ax.tick_params(left=False)
     ax.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.45, -0.02), fontsize=9, frameon=False)
     return figure
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.0005 else "under 0.1%"

@@ -52,8 +52,9 @@ def tab_to(page, title):
 def open_all_by_keyboard(page):
     """Enter on every part in turn, reached by Tab alone, opens its own card below the map, and closes the one before."""
     page.locator(".moe-map summary").first.focus()
-    page.keyboard.press("Enter")  # the first is open from the start
-    assert page.evaluate(OPEN) == []
+    if page.evaluate(OPEN) == [[TITLES[0], TITLES[0], True]]:  # as it is from the start
+        page.keyboard.press("Enter")
+        assert page.evaluate(OPEN) == []
     page.keyboard.press("Enter")
     assert page.evaluate(OPEN) == [[TITLES[0], TITLES[0], True]]
     for title in TITLES[1:]:
@@ -85,6 +86,7 @@ def opened(lab):
 
 
 def test_every_part_opens_its_card_by_keyboard(opened):
+    assert opened.page.evaluate(OPEN) == [[TITLES[0], TITLES[0], True]]
     open_all_by_keyboard(opened.page)
 
 

@@ -187,12 +187,12 @@ def _curve(violation: np.ndarray, top: float, floor: float, highest: float, now:
 
 def sentence(replay: Replay, run: str, step: int, layer: int, kinds: Sequence[str], floor: float) -> str:
     shares, table = replay.shares[step - 1], replay.by_kind[(step - 1) // WINDOW]
-    busiest, starving = int(shares.argmax()), int((shares < STARVING).sum())
+    busiest, starving, now = int(shares.argmax()), int((shares < STARVING).sum()), replay.violation[step - 1]
     favourite = int((table[busiest] / np.maximum(table.sum(0), 1)).argmax())
     part = table[busiest, favourite] / max(table[busiest].sum(), 1)
     who = "no expert serves" if starving == 0 else "1 expert serves" if starving == 1 else f"{starving} experts serve"
     return (
-        f"{run}, step {step}, layer {layer}: expert {busiest} does {shares[busiest]:.1f} times its fair share, and {who} less than a "
-        f"tenth of one. MaxVio is {replay.violation[step - 1]:.2f}, {replay.violation[step - 1] / floor:.1f} times what sampling noise "
-        f"alone gives. The busiest expert's most usual kind is {kinds[favourite]}: {part:.0%} of its work."
+        f"{run}, step {step}, layer {layer}: expert {busiest} does {shares[busiest]:.1f} times its fair share, and {who} less "
+        f"than a tenth of one. MaxVio is {now:.2f}, {now / floor:.1f} times what sampling noise alone gives. "
+        f"The busiest expert's own kind is {kinds[favourite]}: {part:.0%} of its work."
     )

@@ -32,8 +32,8 @@ def maxvio(runs: Mapping[str, Sequence[Run]], floors: Mapping[str, float], layer
     steps = WINDOW * (torch.arange(curves.shape[2]) + 0.5)
     ends = [f"{name} {c[:, 0].mean():.1f} and {c[:, -3:].mean():.2f}" for name, c in zip(runs, curves)]
     alt = (
-        f"MaxVio of each batch over {len(next(iter(runs.values()))[0].losses)} steps in layer {layer}, mean of {curves.shape[1]} seeds, "
-        f"at the start and over the last 30 steps: {'; '.join(ends)}. "
+        f"MaxVio of each batch in layer {layer}, mean of {curves.shape[1]} seeds, at the start and over the last 30 steps: "
+        f"{'; '.join(ends)}. "
         f"For comparison, {'; '.join(f'{name} {level:.2f}' for name, level in floors.items())}."
     )
     figure = Figure(alt=alt, figsize=(8.6, 3.6))
@@ -56,7 +56,7 @@ def cost(losses: Mapping[str, Sequence[float]]) -> Figure:
     """Held-out loss of every setting: a dot for each seed, a bar at their mean."""
     means = {name: sum(seeds) / len(seeds) for name, seeds in losses.items()}
     told = [f"{name} {means[name]:.3f} (from {min(seeds):.3f} to {max(seeds):.3f})" for name, seeds in losses.items()]
-    figure = Figure(alt=f"Held-out loss in nats a character: {'; '.join(told)}.", figsize=(8, 0.42 * len(losses) + 0.8))
+    figure = Figure(alt=f"Held-out loss in nats a character: {'; '.join(told)}.", figsize=(8.0, 0.42 * len(losses) + 0.8))
     ax = figure.subplots()
     for row, (name, seeds) in enumerate(losses.items()):
         colour = ORANGE if name.startswith("dense") else BLUE
@@ -86,20 +86,20 @@ def by_favourite(table: Integer[Tensor, "experts kinds"]) -> list[int]:
 
 
 def who_serves_whom(tables: Mapping[str, Integer[Tensor, "experts kinds"]], kinds: Sequence[str]) -> Figure:
-    """A panel for each table: kinds down, experts across, dark where an expert serves much of a kind. Experts stand in order of their
-    favourite kind, those that serve less than a tenth of a fair share at the right end."""
+    """A panel for each table: kinds down, experts across, dark where an expert serves much of a kind.
+
+    Experts stand in order of their favourite kind, those that serve less than a tenth of a fair share at the right end.
+    """
     words = []
     for name, table in tables.items():
         idle = int((table.sum(1) < 0.1 * table.double().sum(1).mean()).sum())
-        strongest = share_of_even(table).max(0)
-        best = [f"{kind} expert {e} ({v:.0f}×)" for kind, v, e in zip(kinds, strongest.values, strongest.indices.tolist())]
+        most = share_of_even(table).max(0)
+        best = ", ".join(f"{kind} at expert {e} ({v:.0f} times)" for kind, v, e in zip(kinds, most.values, most.indices.tolist()))
         words.append(
-            f"{name}: {idle} of {len(table)} experts serve less than a tenth of a fair share; most above it at {', '.join(best)}"
+            f"{name}: {idle} of {len(table)} experts serve less than a tenth of a fair share; the darkest cells are {best}"
         )
-    figure = Figure(
-        alt=f"Tokens of each kind at each expert, as multiples of an even spread. {'. '.join(words)}.",
-        figsize=(9.2, 2.3 * len(tables)),
-    )
+    alt = f"Tokens of each kind at each expert, as multiples of an even spread. {'. '.join(words)}."
+    figure = Figure(alt=alt, figsize=(9.2, 2.3 * len(tables)))
     axes = figure.subplots(len(tables), 1, squeeze=False)[:, 0]
     for ax, (name, table) in zip(axes, tables.items()):
         order = by_favourite(table)
@@ -122,7 +122,7 @@ def loads(tables: Mapping[str, Integer[Tensor, " experts"]]) -> Figure:
     told = [
         f"{name}: busiest {s[0]:.2f}, least busy {s[-1]:.2f}, {sum(v < 0.1 for v in s)} below 0.1" for name, s in shares.items()
     ]
-    figure = Figure(alt=f"Load of each expert over a fair share, busiest first. {'; '.join(told)}.", figsize=(9, 2.6))
+    figure = Figure(alt=f"Load of each expert over a fair share, busiest first. {'; '.join(told)}.", figsize=(9.0, 2.6))
     axes = figure.subplots(1, len(tables), sharey=True, squeeze=False)[0]
     for ax, (name, share) in zip(axes, shares.items()):
         ax.bar(range(len(share)), share, color=BLUE, width=0.85)

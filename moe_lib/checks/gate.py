@@ -215,7 +215,7 @@ def _gate(
 
 
 BLAME = {
-    "the weights come from the biased scores; it says who, never how much: gather from the scores without it": {"weigh": "biased"},
+    "the weights come from the biased scores; the bias says who, never how much: gather from the scores alone": {"weigh": "biased"},
     "the weights do not sum to the scale but to 1: the multiplication by scale is missing": {"weigh": "no scale"},
     "the weights sum to scale * scale: the scale is applied twice": {"weigh": "twice"},
     "the chosen scores are scaled but not normalised: divide by their sum first": {"weigh": "raw"},

@@ -94,8 +94,8 @@ def _legend(grid: Grid, entries: list[tuple[str, str]]) -> str:
     steps = "".join(rect(LEFT + 42 + 9 * i, y - 10, 9.0, 12.0, BLUE, f'fill-opacity="{ink(i / 7):.2f}"') for i in range(8))
     parts = [text(LEFT, y, "score 0"), steps, text(LEFT + 120, y, "1")]
     for mark, words in entries:
-        parts += [f'<g transform="translate({x:.0f} {y - 11:.0f})">{mark}</g>', text(x + 19, y, words)]
-        x += 35 + 6.0 * len(words)
+        parts += [f'<g transform="translate({x:.0f} {y - 11:.0f})">{mark}</g>', text(x + 21, y, words)]
+        x += 36 + 6.0 * len(words)
     return "".join(parts)
 
 

@@ -5,6 +5,7 @@
     lint               ruff on code and notebooks, and the notebook lint
     notebooks [path…]  execute and clean notebooks in place
     bench              run every file of benchmarks/
+    runs [name…]       train the stored runs of notebook 04 again, into data/runs/
     check              say whether the Python that runs this has all that reading needs
     clean [--all]      remove what the commands left behind; with --all, .venv too
 
@@ -325,6 +326,11 @@ def bench():
     return all_of(*[(str(file.relative_to(ROOT)),) for file in files])
 
 
+def runs(names):
+    install("test")
+    return all_of(("tools/runs.py",) + tuple(names))
+
+
 def clean(everything):
     left = [ROOT / n for n in ("build", "dist", ".pytest_cache", ".ruff_cache", ".hypothesis")] + list(ROOT.glob("*.egg-info"))
     for folder in ("moe_lib", "tests", "tools", "benchmarks", "notebooks"):
@@ -336,8 +342,8 @@ def clean(everything):
 
 def main(arguments):
     command, rest = (arguments or ["help"])[0], arguments[1:]
-    if command in ("lab", "test", "notebooks"):
-        return {"lab": lab, "test": test, "notebooks": notebooks}[command](rest)
+    if command in ("lab", "test", "notebooks", "runs"):
+        return {"lab": lab, "test": test, "notebooks": notebooks, "runs": runs}[command](rest)
     if command in ("lint", "bench"):
         return {"lint": lint, "bench": bench}[command]()
     if command == "clean":

@@ -121,7 +121,7 @@ def picture(replay: Replay, image: str, step: int, kinds: Sequence[str], floor: 
     return svg("".join(parts), TABLE + CELL * len(kinds) + 20, bottom + 34 + CURVE + 22, label)
 
 
-def _key(x: float, y: float) -> str:
+def _key(x: int, y: int) -> str:
     blue = rect(x, y, 10, 10, BLUE, 'rx="2"') + text(x + 14, y + 9, "idle", extra='font-size="10"')
     clear = rect(x + 44, y, 10, 10, "none", f'rx="2" stroke="{FAINT}"') + text(
         x + 58, y + 9, "a fair share", extra='font-size="10"'
@@ -165,7 +165,7 @@ def _kinds(table: np.ndarray, kinds: Sequence[str], window: int, steps: int) -> 
     ]
 
 
-def _curve(violation: np.ndarray, top: float, floor: float, highest: float, now: float, step: int) -> list[str]:
+def _curve(violation: np.ndarray, top: int, floor: float, highest: float, now: float, step: int) -> list[str]:
     steps, bottom, unit = len(violation), top + CURVE, CURVE / highest
     points = " ".join(f"{LEFT + WIDE * (s + 0.5) / steps:.1f},{bottom - unit * v:.1f}" for s, v in enumerate(violation.tolist()))
     level = bottom - unit * floor

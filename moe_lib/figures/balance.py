@@ -29,7 +29,7 @@ def maxvio(runs: Mapping[str, Sequence[Run]], floors: Mapping[str, float], layer
     `floors` are levels below which no method can go, by name.
     """
     curves = violations(runs, layer)
-    steps = WINDOW * (torch.arange(curves.shape[2]) + 0.5)
+    steps = [WINDOW * (w + 0.5) for w in range(curves.shape[2])]
     ends = [f"{name} {c[:, 0].mean():.1f} and {c[:, -3:].mean():.2f}" for name, c in zip(runs, curves)]
     alt = (
         f"MaxVio of each batch in layer {layer}, mean of {curves.shape[1]} seeds, at the start and over the last 30 steps: "
@@ -39,8 +39,8 @@ def maxvio(runs: Mapping[str, Sequence[Run]], floors: Mapping[str, float], layer
     figure = Figure(alt=alt, figsize=(8.6, 3.6))
     ax = figure.subplots()
     for (name, colour), curve in zip(zip(runs, LINES), curves):
-        ax.fill_between(steps, curve.min(0).values, curve.max(0).values, color=colour, alpha=0.18, lw=0)
-        ax.plot(steps, curve.mean(0), color=colour, lw=1.8, label=name)
+        ax.fill_between(steps, curve.min(0).values.tolist(), curve.max(0).values.tolist(), color=colour, alpha=0.18, lw=0)
+        ax.plot(steps, curve.mean(0).tolist(), color=colour, lw=1.8, label=name)
     for (name, level), dashes in zip(floors.items(), (":", "--")):
         ax.axhline(level, color=BLACK, lw=1.2, ls=dashes, label=name)
     ax.set(xlabel="optimiser steps", ylabel="MaxVio of a batch", yscale="log", xlim=(0, None))
@@ -103,7 +103,7 @@ def who_serves_whom(tables: Mapping[str, Integer[Tensor, "experts kinds"]], kind
     axes = figure.subplots(len(tables), 1, squeeze=False)[:, 0]
     for ax, (name, table) in zip(axes, tables.items()):
         order = by_favourite(table)
-        image = ax.imshow(share_of_even(table)[order].T, cmap=BLUES, vmin=0, vmax=8, aspect="auto", interpolation="nearest")
+        image = ax.imshow(share_of_even(table)[order].T.numpy(), cmap=BLUES, vmin=0, vmax=8, aspect="auto", interpolation="nearest")
         ax.set_yticks(range(len(kinds)), kinds, fontsize=9)
         ax.set_xticks(range(len(order)), order, fontsize=7)
         ax.set_title(name)

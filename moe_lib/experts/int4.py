@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_lib.config import MoEConfig
 from moe_lib.experts import native
+from moe_lib.experts.contract import PROJECTIONS
 from moe_lib.experts.quantised import QuantisedExperts
 
 GROUP = 32
@@ -65,8 +66,8 @@ def dequantise(
 class Int4Experts(QuantisedExperts):
     """Experts held in int4: 4.5 bits a weight.
 
-    Rows in bfloat16 on a CPU meet the packed weights directly, in the compiled int4_linear of kernels.c. Anywhere else, and
-    without a C compiler, each projection is dequantised when it is used, which is slower; on a CPU a warning says so.
+    Rows in bfloat16 on a CPU meet the packed weights directly, in the compiled int4_experts of kernels.c. Anywhere else, for a
+    gradient, and without a C compiler, each projection is dequantised when it is used, which is slower; a warning says the last.
     Raises ValueError in the constructor when the config's sizes are not multiples of 32.
     """
 
@@ -88,13 +89,16 @@ class Int4Experts(QuantisedExperts):
     def open(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Float[Tensor, "out in"]:
         return dequantise(parts["weight_packed"], parts["weight_scale"], dtype)
 
-    def product(self, x: Float[Tensor, "rows in"], parts: Mapping[str, Tensor]) -> Float[Tensor, "rows out"]:
-        if x.dtype == torch.bfloat16 and x.device.type == "cpu":
-            library, why = native.kernels()
-            if library is not None:
-                return native.int4_linear(x, parts["weight_packed"], parts["weight_scale"])
+    def run(self, rows: Float[Tensor, "rows hidden"], ends: list[int]) -> Float[Tensor, "rows hidden"]:
+        wants_gradient = torch.is_grad_enabled() and rows.requires_grad
+        if rows.dtype != torch.bfloat16 or rows.device.type != "cpu" or wants_gradient or not len(rows):
+            return super().run(rows, ends)
+        library, why = native.kernels()
+        if library is None:
             warnings.warn(f"int4 runs without its compiled kernel, tens of times slower: {why}", stacklevel=2)
-        return super().product(x, parts)
+            return super().run(rows, ends)
+        stacks = [tuple(getattr(self, f"{name}_{part}") for part in ("weight_packed", "weight_scale")) for name in PROJECTIONS]
+        return native.int4_experts(rows, ends, stacks)
 
     def draw(self, parts: Mapping[str, Tensor], seed: Sequence[int], std: float) -> None:
         # The sum of two three-bit numbers and one, in all sixteen nibbles of a word at once: 1 … 15 with 8 in the middle and a

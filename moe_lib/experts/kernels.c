@@ -3,9 +3,12 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define GROUP 32 /* int4 weights that share a scale */
+#define TILE 8   /* rows of x at a time: 2 x 8 sums and 8 opened weights fill the 32 registers that AVX-512 has */
+#define BLOCK 64 /* rows of weights that one thread takes at a time: with a tile of x they fit a core's second cache */
 
 static inline float from_bf16(uint16_t b) {
     uint32_t bits = (uint32_t)b << 16;
@@ -60,7 +63,6 @@ static void int4_plain(const float *x, const uint8_t *w, const uint16_t *scale, 
 #include <immintrin.h>
 
 #define STEP 128 /* weights in one 64-byte load */
-#define TILE 8   /* rows of x at a time: 2 x 8 sums and 8 opened weights fill the 32 registers */
 
 /* x in the order in which a load of weights opens: of each 128 values first those at 4i, then 4i + 1, 4i + 2, 4i + 3. */
 static void planes(const uint16_t *x, uint16_t *out, long k) {
@@ -125,48 +127,104 @@ static void int4_tile(const uint16_t *x, const uint8_t *w, const uint16_t *scale
 }
 #endif
 
-/* y[m, n] = sum over k of x[m, k] * (nibble[n, k] - 8) * scale[n, k / 32], summed in float32.
-   x bfloat16 [rows, k]; w [n, k / 2], the even k in the low nibble; scale bfloat16 [n, k / 32]; y bfloat16 [rows, n]; n even.
-   scratch holds rows * k float32, and k more for each 64 rows of weights. `wide` allows the AVX-512 path, for k in multiples of 128. */
-void int4_linear(const uint16_t *x, const uint8_t *w, const uint16_t *scale, uint16_t *y, float *scratch, long rows, long n, long k,
-                 int wide, int threads) {
-    const long BLOCK = 64; /* rows of weights: with a tile of x they fit a core's second cache */
+/* Columns r ... r + width - 1 of x times the transpose of w, into y [count, stride], for up to TILE rows of x. `open` holds k.
+   n is even on the AVX-512 path. */
+static void int4_block(const void *x, const uint8_t *w, const uint16_t *scale, uint16_t *y, int count, long width, long stride,
+                       long k, int wide, float *open) {
 #ifdef __AVX512BF16__
-    if (wide && k % STEP == 0) {
-        uint16_t *ordered = (uint16_t *)scratch;
-#pragma omp parallel num_threads(threads)
-        {
-#pragma omp for
-            for (long m = 0; m < rows; m++) planes(x + m * k, ordered + m * k, k);
-#pragma omp for schedule(dynamic)
-            for (long b = 0; b < n; b += BLOCK)
-                for (long m = 0; m < rows; m += TILE)
-                    for (long r = b; r < b + BLOCK && r < n; r += 2)
-                        int4_tile(ordered + m * k, w + r * k / 2, scale + r * k / GROUP, y + m * n + r,
-                                  rows - m < TILE ? (int)(rows - m) : TILE, n, k);
-        }
+    if (wide) {
+        for (long r = 0; r < width; r += 2)
+            int4_tile(x, w + r * k / 2, scale + r * k / GROUP, y + r, count, stride, k);
         return;
     }
 #endif
     (void)wide;
-    float *open = scratch + rows * k;
+    for (long r = 0; r < width; r++) int4_plain(x, w + r * k / 2, scale + r * k / GROUP, y + r, count, stride, k, open);
+}
+
+/* Bytes of a prepared row of k. */
+static inline long room(long k, int wide) { return k * (wide ? 2 : 4); }
+
+/* A row as int4_block wants it: reordered bfloat16 for the AVX-512 path, float32 for the other. */
+static void prepare(const uint16_t *x, void *out, long k, int wide) {
+#ifdef __AVX512BF16__
+    if (wide) {
+        planes(x, out, k);
+        return;
+    }
+#endif
+    (void)wide;
+    for (long i = 0; i < k; i++) ((float *)out)[i] = from_bf16(x[i]);
+}
+
+int int4_wide(long k) { /* whether this build takes the AVX-512 path for rows of k */
+#ifdef __AVX512BF16__
+    return k % STEP == 0;
+#else
+    return k < 0;
+#endif
+}
+
+/* All local experts on their rows, as in contract.py: ends[e] is where the rows of expert e end. Weights are stacked, nibbles
+   with the even column low; scales bfloat16 for every 32 columns. hidden and inter are multiples of 32.
+   x, y [rows, hidden] and h [rows, inter] are bfloat16; ready_x and ready_h have four bytes for each value of x and h. Sums and SwiGLU are in float32.
+   Work is handed out in blocks of weights, not in experts: it is even for one expert and for all, on two cores and on many. */
+void int4_experts(const uint16_t *x, uint16_t *y, uint16_t *h, char *ready_x, char *ready_h, const long *ends, long experts,
+                  long hidden, long inter, const uint8_t *gate, const uint16_t *gate_scale, const uint8_t *up,
+                  const uint16_t *up_scale, const uint8_t *down, const uint16_t *down_scale, int allow_wide, int threads) {
+    const long rows = ends[experts - 1], up_blocks = (inter + BLOCK - 1) / BLOCK, down_blocks = (hidden + BLOCK - 1) / BLOCK;
+    const long packed = inter * hidden / 2, scales = inter * hidden / GROUP; /* of one projection of one expert */
+    const int wide_x = allow_wide && int4_wide(hidden), wide_h = allow_wide && int4_wide(inter);
 #pragma omp parallel num_threads(threads)
     {
+        float *open = malloc(sizeof(float) * (hidden > inter ? hidden : inter));
 #pragma omp for
-        for (long i = 0; i < rows * k; i++) scratch[i] = from_bf16(x[i]);
+        for (long m = 0; m < rows; m++) prepare(x + m * hidden, ready_x + m * room(hidden, wide_x), hidden, wide_x);
 #pragma omp for schedule(dynamic)
-        for (long b = 0; b < n; b += BLOCK) {
-            float *own = open + b / BLOCK * k;
-            for (long r = b; r < b + BLOCK && r < n; r++)
-                int4_plain(scratch, w + r * k / 2, scale + r * k / GROUP, y + r, rows, n, k, own);
+        for (long item = 0; item < experts * up_blocks; item++) {
+            const long e = item / up_blocks, r = item % up_blocks * BLOCK, width = inter - r < BLOCK ? inter - r : BLOCK;
+            for (long m = e ? ends[e - 1] : 0; m < ends[e]; m += TILE) {
+                uint16_t g[TILE * BLOCK], u[TILE * BLOCK];
+                const int count = ends[e] - m < TILE ? (int)(ends[e] - m) : TILE;
+                const long w = e * packed + r * hidden / 2, s = e * scales + r * hidden / GROUP;
+                const char *rows_of_x = ready_x + m * room(hidden, wide_x);
+                int4_block(rows_of_x, gate + w, gate_scale + s, g, count, width, BLOCK, hidden, wide_x, open);
+                int4_block(rows_of_x, up + w, up_scale + s, u, count, width, BLOCK, hidden, wide_x, open);
+                for (int i = 0; i < count; i++)
+                    for (long c = 0; c < width; c++) {
+                        const float z = from_bf16(g[i * BLOCK + c]);
+                        h[(m + i) * inter + r + c] = to_bf16(z / (1 + expf(-z)) * from_bf16(u[i * BLOCK + c]));
+                    }
+            }
         }
+#pragma omp for
+        for (long m = 0; m < rows; m++) prepare(h + m * inter, ready_h + m * room(inter, wide_h), inter, wide_h);
+#pragma omp for schedule(dynamic)
+        for (long item = 0; item < experts * down_blocks; item++) {
+            const long e = item / down_blocks, r = item % down_blocks * BLOCK, width = hidden - r < BLOCK ? hidden - r : BLOCK;
+            for (long m = e ? ends[e - 1] : 0; m < ends[e]; m += TILE)
+                int4_block(ready_h + m * room(inter, wide_h), down + e * packed + r * inter / 2, down_scale + e * scales + r * inter / GROUP,
+                           y + m * hidden + r, ends[e] - m < TILE ? (int)(ends[e] - m) : TILE, width, hidden, inter,
+                           wide_h, open);
+        }
+        free(open);
     }
 }
 
-int int4_wide(void) { /* whether this build has the AVX-512 path */
-#ifdef __AVX512BF16__
-    return 1;
-#else
-    return 0;
-#endif
+/* y [rows, n] = x [rows, k] times the transpose of one packed weight [n, k / 2]; ready has four bytes for each value of x. */
+void int4_linear(const uint16_t *x, const uint8_t *w, const uint16_t *scale, uint16_t *y, char *ready, long rows, long n, long k,
+                 int allow_wide, int threads) {
+    const int wide = allow_wide && int4_wide(k);
+#pragma omp parallel num_threads(threads)
+    {
+        float *open = malloc(sizeof(float) * k);
+#pragma omp for
+        for (long m = 0; m < rows; m++) prepare(x + m * k, ready + m * room(k, wide), k, wide);
+#pragma omp for schedule(dynamic)
+        for (long r = 0; r < n; r += BLOCK)
+            for (long m = 0; m < rows; m += TILE)
+                int4_block(ready + m * room(k, wide), w + r * k / 2, scale + r * k / GROUP, y + m * n + r,
+                           rows - m < TILE ? (int)(rows - m) : TILE, n - r < BLOCK ? n - r : BLOCK, n, k, wide, open);
+        free(open);
+    }
 }

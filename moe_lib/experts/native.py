@@ -71,12 +71,6 @@ def _processor() -> str:
     return "\n".join([platform.machine(), platform.processor(), *sorted(told)])
 
 
-def wide() -> bool:
-    """Whether the library multiplies pairs of bfloat16 (AVX-512 BF16)."""
-    library, _ = kernels()
-    return library is not None and bool(library.int4_wide())
-
-
 def fp8_dequantise(weight: Tensor, scale_inv: Tensor, out: Tensor, block: int) -> None:
     """weight [rows, cols] e4m3, scale_inv float32 for each block x block, into out bfloat16."""
     library, _ = kernels()
@@ -90,10 +84,23 @@ def int4_linear(x: Tensor, packed: Tensor, scale: Tensor, allow_wide: bool = Tru
     library, _ = kernels()
     x = x.contiguous()
     (rows, k), n = x.shape, len(packed)
-    y = x.new_empty(rows, n)
-    scratch = torch.empty((rows + -(-n // 64)) * k)
+    y, ready = x.new_empty(rows, n), x.new_empty(2 * rows, k)
     sizes = (ctypes.c_long(size) for size in (rows, n, k))
-    library.int4_linear(*map(_at, (x, packed, scale, y, scratch)), *sizes, int(allow_wide), torch.get_num_threads())
+    library.int4_linear(*map(_at, (x, packed, scale, y, ready)), *sizes, allow_wide, torch.get_num_threads())
+    return y
+
+
+def int4_experts(rows: Tensor, ends: list[int], projections: list[tuple[Tensor, Tensor]], allow_wide: bool = True) -> Tensor:
+    """All experts on their rows, bfloat16 and sorted by expert; `projections` are gate, up, down: stacked (packed, scale)."""
+    library, _ = kernels()
+    rows = rows.contiguous()
+    n, hidden, inter = len(rows), rows.shape[1], projections[0][0].shape[1]
+    y, h = torch.empty_like(rows), rows.new_empty(n, inter)
+    work = h, rows.new_empty(2 * n, hidden), rows.new_empty(2 * n, inter)
+    sizes = (ctypes.c_long(size) for size in (len(ends), hidden, inter))
+    weights = [_at(tensor) for pair in projections for tensor in pair]
+    ends = (ctypes.c_long * len(ends))(*ends)
+    library.int4_experts(_at(rows), _at(y), *map(_at, work), ends, *sizes, *weights, allow_wide, torch.get_num_threads())
     return y
 
 

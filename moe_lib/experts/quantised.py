@@ -48,10 +48,6 @@ class QuantisedExperts(nn.Module):
         """The weight that the parts stand for."""
         raise NotImplementedError
 
-    def product(self, x: Float[Tensor, "rows in"], parts: Mapping[str, Tensor]) -> Float[Tensor, "rows out"]:
-        """x times the transpose of one weight; a subclass with a kernel for it overrides this."""
-        return F.linear(x, self.open(parts, x.dtype))
-
     def draw(self, parts: Mapping[str, Tensor], seed: Sequence[int], std: float) -> None:
         """Fill parts in main memory with what random weights of this standard deviation look like when they are quantised."""
         raise NotImplementedError
@@ -64,6 +60,10 @@ class QuantisedExperts(nn.Module):
         ends = row_ends(rows, counts, len(self.local))
         if torch.is_autocast_enabled(rows.device.type):  # the products here are not on autocast's list
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+        return self.run(rows, ends)
+
+    def run(self, rows: Float[Tensor, "rows hidden"], ends: list[int]) -> Float[Tensor, "rows hidden"]:
+        """One expert after the other; a subclass with a kernel for all of them overrides this."""
         outputs = [self._expert(i, rows[start:end]) for i, (start, end) in enumerate(zip([0, *ends], ends)) if end > start]
         return torch.cat(outputs) if outputs else rows.clone()
 
@@ -164,7 +164,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, experts, parts):
         ctx.experts, ctx.parts = experts, parts
-        return experts.product(x, parts)
+        return F.linear(x, experts.open(parts, x.dtype))
 
     @staticmethod
     @once_differentiable

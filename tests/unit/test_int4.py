@@ -122,3 +122,22 @@ def test_a_rows_output_does_not_depend_on_the_rows_beside_it():
     x = torch.randn(19, 1024).to(torch.bfloat16)
     together = native.int4_linear(x, packed, scale)
     assert all(torch.equal(native.int4_linear(x[i : i + 1], packed, scale)[0], together[i]) for i in range(19))
+
+
+@compiled
+@pytest.mark.parametrize("wide", [True, False])
+@given(g=st.integers(1, 9), i=st.integers(1, 9), counts=st.lists(st.integers(0, 19), min_size=1, max_size=5))
+def test_all_experts_at_once_equal_float64(wide, g, i, counts):
+    hidden, inter, n = 32 * g, 32 * i, len(counts)
+    stacks = [[random_parts(*shape) for _ in range(n)] for shape in ((inter, hidden), (inter, hidden), (hidden, inter))]
+    rows = torch.randn(sum(counts), hidden).to(torch.bfloat16)
+    if not len(rows):
+        return
+    stacked = [(torch.stack(packed), torch.stack(scale) / hidden) for packed, scale in (zip(*stack) for stack in stacks)]
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    y = native.int4_experts(rows, ends, stacked, wide)
+    for e, (start, end) in enumerate(zip([0, *ends], ends)):
+        gate, up, down = (int4.dequantise(packed[e], scale[e], torch.float64) for packed, scale in stacked)
+        x = rows[start:end].double()
+        exact = (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+        assert (y[start:end].double() - exact).norm() <= 0.01 * exact.norm() + 1e-9

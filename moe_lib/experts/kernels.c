@@ -82,12 +82,13 @@ static inline __attribute__((always_inline)) void int4_pair(const uint16_t *x, c
     const __m512i spread = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0); /* a scale for every 4 lanes */
     __m512 sum[2][TILE];
     for (int m = 0; m < count; m++) sum[0][m] = sum[1][m] = _mm512_setzero_ps();
+    const long ahead = k > 4096 ? k : 4096; /* bytes: the next pair of rows, or some pairs of short rows */
     for (long c = 0; c < k; c += STEP) {
         __m512bh open[2][4];
         __m512 s[2];
         for (int r = 0; r < 2; r++) {
             const uint8_t *from = w + (r * k + c) / 2;
-            _mm_prefetch((const char *)from + 1024, _MM_HINT_T0);
+            _mm_prefetch((const char *)from + ahead, _MM_HINT_T0);
             const __m512i v = _mm512_loadu_si512(from);
             open[r][0] = (__m512bh)_mm512_permutexvar_epi16(v, table);
             open[r][1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4), table);

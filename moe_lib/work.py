@@ -45,6 +45,11 @@ class Work(TorchDispatchMode):
 
 def work_of(f: Callable, *args) -> Work:
     """What one call of f(*args) takes, counted without gradients."""
-    with torch.no_grad(), Work() as work:
-        f(*args)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # many small operations run sooner without a second thread to wait for, and the counts are the same
+    try:
+        with torch.no_grad(), Work() as work:
+            f(*args)
+    finally:
+        torch.set_num_threads(threads)
     return work

@@ -44,3 +44,10 @@ def test_nothing_is_counted_after_the_with():
         torch.randn(3)
     torch.randn(3)
     assert work.names == {"randn": 1} and work.products == work.flops == 0
+
+
+def test_the_number_of_threads_is_put_back_even_after_a_failure():
+    threads = torch.get_num_threads()
+    with pytest.raises(ZeroDivisionError):
+        work_of(lambda: 1 / 0)
+    assert torch.get_num_threads() == threads

@@ -12,6 +12,6 @@ else
 PYTHON ?= python3
 endif
 
-.PHONY: lab test lint notebooks bench runs clean
-lab test lint notebooks bench runs clean:
+.PHONY: lab test lint notebooks bench bench-peers runs clean
+lab test lint notebooks bench bench-peers runs clean:
 	@$(PYTHON) tools/course.py $@ $(ARGS)

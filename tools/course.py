@@ -5,6 +5,7 @@
     lint               ruff on code and notebooks, and the notebook lint
     notebooks [path…]  execute and clean notebooks in place
     bench              run every file of benchmarks/
+    bench-peers        fetch the other implementations that bench can compare with
     runs [name…]       train the stored runs of notebook 04 again, into data/runs/
     check              say whether the Python that runs this has all that reading needs
     clean [--all]      remove what the commands left behind; with --all, .venv too
@@ -331,6 +332,11 @@ def runs(names):
     return all_of(("tools/runs.py",) + tuple(names))
 
 
+def bench_peers():
+    install("test")
+    return all_of(("benchmarks/peers.py", "--fetch"))
+
+
 def clean(everything):
     left = [ROOT / n for n in ("build", "dist", ".pytest_cache", ".ruff_cache", ".hypothesis")] + list(ROOT.glob("*.egg-info"))
     for folder in ("moe_lib", "tests", "tools", "benchmarks", "notebooks"):
@@ -344,8 +350,8 @@ def main(arguments):
     command, rest = (arguments or ["help"])[0], arguments[1:]
     if command in ("lab", "test", "notebooks", "runs"):
         return {"lab": lab, "test": test, "notebooks": notebooks, "runs": runs}[command](rest)
-    if command in ("lint", "bench"):
-        return {"lint": lint, "bench": bench}[command]()
+    if command in ("lint", "bench", "bench-peers"):
+        return {"lint": lint, "bench": bench, "bench-peers": bench_peers}[command]()
     if command == "clean":
         return clean("--all" in rest)
     if command == "check":

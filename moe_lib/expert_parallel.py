@@ -115,15 +115,17 @@ def sum_replicated_gradients(block: MoEBlock, group: dist.ProcessGroup) -> None:
                 dist.all_reduce(parameter.grad, group=group)
 
 
-def one_step(group: dist.ProcessGroup, config: MoEConfig, seed: int, shares: Sequence[Tensor]) -> dict[str, Tensor]:
+def one_step(
+    group: dist.ProcessGroup, config: MoEConfig, seed: int, shares: Sequence[Tensor], device: str = "cpu"
+) -> dict[str, Tensor]:
     """Forward and backward of y.square().sum() over this rank's share of the tokens, to be compared with one process.
 
     "y" and "x" (its gradient) are of this rank's tokens. Under the checkpoint's names come the gradients of the weights that
     live here, those of gate and shared expert summed over ranks.
     """
-    block = sharded_block(config, group, "loop", dtype=shares[0].dtype)
+    block = sharded_block(config, group, "loop", device, shares[0].dtype)
     fill_from_seed(block, seed)
-    x = shares[group.rank()].clone().requires_grad_()
+    x = shares[group.rank()].to(device, copy=True).requires_grad_()
     y = block(x)
     y.square().sum().backward()
     sum_replicated_gradients(block, group)

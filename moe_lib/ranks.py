@@ -194,7 +194,8 @@ def _pack(value: object) -> bytes:
 
 
 def _unpack(data: bytes):
-    return torch.load(io.BytesIO(data), weights_only=False)  # from a process of our own
+    """Tensors arrive on the CPU, whichever device they left: another rank's GPU is not this one's."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)  # from a process of our own
 
 
 def _checked(answers: list) -> list:

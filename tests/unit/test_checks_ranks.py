@@ -4,24 +4,8 @@ import pytest
 import torch
 
 from moe_lib.block import combine, dispatch
-from moe_lib.checks.ranks import check_exchange, check_replicated, check_share
+from moe_lib.checks.ranks import check_exchange, check_replicated
 from moe_lib.logical_ranks import Lonely, on_logical_ranks
-
-
-def share(n_experts, ranks, rank):
-    if n_experts % ranks:
-        raise ValueError("does not divide")
-    each = n_experts // ranks
-    return range(rank * each, (rank + 1) * each)
-
-
-WRONG_SHARES = {
-    "raise a ValueError": lambda e, n, r: range(r * (e // n), (r + 1) * (e // n)),
-    "neighbours": lambda e, n, r: range(r, e, n) if e % n == 0 else share(e, n, r),
-    "lives nowhere": lambda e, n, r: range(r * (e // n), (r + 1) * (e // n) - 1) if e % n == 0 else share(e, n, r),
-    "on two ranks": lambda e, n, r: range(r * (e // n), min(e, (r + 1) * (e // n) + 1)) if e % n == 0 else share(e, n, r),
-    "expected a range": lambda e, n, r: (r * (e // n), (r + 1) * (e // n)) if e % n == 0 else share(e, n, r),
-}
 
 
 def exchange(comm, rows, counts, local_experts, fault=None):
@@ -116,14 +100,8 @@ def as_answer(function, fault):
 
 @pytest.mark.parametrize("_again", range(3))
 def test_the_answers_pass(_again):
-    for verdict in (check_share(share), check_exchange(exchange), check_replicated(replicated)):
+    for verdict in (check_exchange(exchange), check_replicated(replicated)):
         assert verdict.passed, verdict
-
-
-@pytest.mark.parametrize(("words", "answer"), WRONG_SHARES.items())
-def test_wrong_shares_are_named(words, answer):
-    verdict = check_share(answer)
-    assert verdict.passed is False and words in verdict.message, verdict
 
 
 @pytest.mark.parametrize(("fault", "words"), WRONG_EXCHANGES.items())
@@ -138,7 +116,7 @@ def test_wrong_replicated_blocks_are_named(fault, words):
     assert verdict.passed is False and words in verdict.message, verdict
 
 
-@pytest.mark.parametrize("check", [check_share, check_exchange, check_replicated])
+@pytest.mark.parametrize("check", [check_exchange, check_replicated])
 def test_stubs_are_not_attempted_and_errors_are_the_learners(check):
     def stub(*_):
         raise NotImplementedError

@@ -73,14 +73,15 @@ def keep_the_machines_own(nb, old):
 def _form(cell):
     words = json.dumps([{k: v for k, v in o.items() if k != "execution_count"} for o in cell.outputs], sort_keys=True)
     words = re.sub(r"base64,[A-Za-z0-9+/=]+", "pixels", words)
-    return re.sub(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?|\s+", "#", words)
+    return re.sub(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?|\s+", "#", words)
 
 
 def execute(path, fresh=False):
     """Run a notebook in its own folder and a new kernel, clean it, and write it if anything changed. Returns what happened."""
     text = path.read_text(encoding="utf-8")
     nb, old = nbformat.reads(text, as_version=4), clean(nbformat.reads(text, as_version=4))
-    NotebookClient(nb, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+    options = {"timeout": 600, "kernel_name": "python3", "extra_arguments": ["--log-level=ERROR"]}
+    NotebookClient(nb, resources={"metadata": {"path": str(path.parent)}}, **options).execute()
     clean(nb)
     if not fresh:
         keep_the_machines_own(nb, old)

@@ -75,15 +75,13 @@ def test_all_that_an_install_brings_in_is_pinned():
 def test_the_package_needs_only_what_it_imports_and_imports_only_what_it_needs():
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "moe_lib").rglob("*.py"))
     imported = set(re.findall(r"^\s*(?:import|from)\s+(\w+)", sources, re.M)) - set(sys.stdlib_module_names) - {"moe_lib"}
+    # another name for it, or what comes with it
+    packages = {"PIL": "pillow", "cycler": "matplotlib", "traitlets": "ipywidgets", "IPython": "ipywidgets", "triton": "torch"}
+    imported = {packages.get(name, name) for name in imported}
     needed = {Requirement(text).name for text in PROJECT["dependencies"]}
     optional = {Requirement(text).name for text in EXTRAS["ranks"]}
-    extra = imported - needed - optional
-    # what comes with a dependency, as its own dependency or as its host
-    hosts = {"PIL": "matplotlib", "cycler": "matplotlib", "traitlets": "ipywidgets", "IPython": "ipywidgets", "triton": "torch"}
-    assert {hosts.get(name, name) for name in extra} <= needed, (
-        f"moe_lib imports {sorted(extra)}; pyproject.toml does not name them"
-    )
-    assert needed <= imported, f"pyproject.toml names {sorted(needed - imported)}; moe_lib does not import them"
+    assert not (extra := imported - needed - optional), f"moe_lib imports {sorted(extra)}; pyproject.toml does not name them"
+    assert not (idle := needed - imported), f"pyproject.toml names {sorted(idle)}; moe_lib does not import them"
 
 
 # --- the conda road --------------------------------------------------------------------------------------------------

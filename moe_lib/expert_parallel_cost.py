@@ -15,7 +15,7 @@ from moe_lib.placement import Placement, contiguous, place
 from moe_lib.roofline import H200, Machine, exchange_bytes
 
 # Microseconds of one dispatch (fp8) and one combine (bfloat16), 128 tokens a rank, hidden 7168, top 8, on H800 with ConnectX-7:
-# github.com/deepseek-ai/DeepEP, README, low-latency kernels.
+# github.com/deepseek-ai/DeepEP, docs/legacy.md, low-latency kernels.
 DEEPEP = {8: (77, 114), 16: (118, 195), 32: (155, 273), 64: (173, 314), 128: (192, 369)}
 
 
@@ -28,7 +28,7 @@ class Links:
     outside: float
 
 
-# As DeepEP's README describes the machines of its table: eight GPUs a node on NVLink, one 400 Gb/s InfiniBand card a GPU.
+# The machines of that table as its page describes them: eight GPUs a node on NVLink, one 400 Gb/s InfiniBand card a GPU.
 H800 = Links(8, 160e9, 50e9)
 
 

@@ -101,7 +101,7 @@ def published_times(predicted: Mapping[int, tuple[float, float]]) -> Figure:
     told = "; ".join(
         f"{r} ranks {DEEPEP[r][0]} and {DEEPEP[r][1]}, predicted {micro[r][0]:.0f} and {micro[r][1]:.0f}" for r in ranks
     )
-    figure = Figure(alt=f"Microseconds of dispatch and combine, published beside bytes over bandwidth: {told}.", figsize=(8, 3))
+    figure = Figure(alt=f"Microseconds of dispatch and combine, published beside bytes over bandwidth: {told}.", figsize=(8.0, 3.0))
     for ax, i, name in zip(figure.subplots(1, 2, sharey=True), range(2), ("dispatch (fp8)", "combine (bfloat16)")):
         places = range(len(ranks))
         ax.bar(places, [micro[r][i] for r in ranks], color=SKY, label="bytes / bandwidth")
@@ -117,7 +117,7 @@ def more_ranks(steps: Mapping[int, Mapping[str, float]]) -> Figure:
     """Seconds of dispatch, experts and combine of one step, by the number of ranks."""
     parts, ranks = ("dispatch", "experts", "combine"), list(steps)
     told = "; ".join(f"{r} ranks {', '.join(f'{1e6 * steps[r][p]:.0f}' for p in parts)}" for r in ranks)
-    figure = Figure(alt=f"Microseconds of dispatch, experts and combine, stacked: {told}.", figsize=(7, 3))
+    figure = Figure(alt=f"Microseconds of dispatch, experts and combine, stacked: {told}.", figsize=(8.0, 3.0))
     ax, below = figure.subplots(), [0.0] * len(ranks)
     for part, colour in zip(parts, (SKY, ORANGE, BLUE)):
         heights = [1e6 * steps[r][part] for r in ranks]
@@ -125,7 +125,7 @@ def more_ranks(steps: Mapping[int, Mapping[str, float]]) -> Figure:
         below = [b + h for b, h in zip(below, heights)]
     ax.set(xticks=range(len(ranks)), xticklabels=ranks, xlabel="ranks", ylabel="µs")
     handles, labels = ax.get_legend_handles_labels()
-    ax.legend(handles[::-1], labels[::-1])
+    ax.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
@@ -136,7 +136,7 @@ def rank_loads(ways: Mapping[str, Traffic]) -> Figure:
     )
     first: Sequence[Traffic] = list(ways.values())
     mean = first[0].load.double().mean().item()
-    figure = Figure(alt=f"Rows of each of {len(first[0].load)} ranks, mean {mean:.0f}: {told}.", figsize=(9, 2.6))
+    figure = Figure(alt=f"Rows of each of {len(first[0].load)} ranks, mean {mean:.0f}: {told}.", figsize=(9.0, 2.6))
     for ax, (name, t) in zip(figure.subplots(1, len(ways), sharey=True, squeeze=False)[0], ways.items()):
         loads = sorted(t.load.tolist(), reverse=True)
         ax.bar(range(len(loads)), loads, width=1.0, color=[VERMILION] + [SKY] * (len(loads) - 1))

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from moe_lib.balance import auxiliary_loss, load_by_kind, update_bias
 from moe_lib.block import MoEBlock
 from moe_lib.config import KIMI_K2, MoEConfig
-from moe_lib.corpus import KINDS, LENGTH, VOCABULARY, Documents
+from moe_lib.corpus import KINDS, LENGTH, PAD, VOCABULARY, Documents
 from moe_lib.expert import SwiGLUExpert
 from moe_lib.router import Routing
 
@@ -125,7 +125,7 @@ class ToyModel(nn.Module):
 def summed_loss(logits: Float[Tensor, "batch tokens vocab"], documents: Documents) -> Float[Tensor, ""]:
     """Cross-entropy of each next character in nats, summed over the characters that have a next one."""
     wanted = documents.tokens[:, 1:]
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), wanted.flatten(), ignore_index=0, reduction="sum")
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), wanted.flatten(), ignore_index=PAD, reduction="sum")
 
 
 def predictions(documents: Documents) -> int:

@@ -297,3 +297,12 @@ def test_a_grouped_product_on_the_cpu_equals_each_expert_by_itself(dtype, monkey
     off = 2e-2 if dtype == torch.bfloat16 else 1e-5
     for one, other in zip(*results):
         torch.testing.assert_close(one, other, rtol=off, atol=off)
+
+
+def test_a_training_shows_how_far_it_is_unless_told_not_to(few, capfd):
+    recipe = Recipe(steps=2, batch=4)
+    quiet = train(recipe, few, progress=False)[1]
+    assert capfd.readouterr().err == ""
+    shown = train(recipe, few)[1]
+    assert "training" in (told := capfd.readouterr().err) and "0/2" in told
+    assert torch.equal(shown.loads, quiet.loads)

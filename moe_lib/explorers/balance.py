@@ -17,7 +17,7 @@ from moe_lib.balance import max_violation, sampling_floor
 from moe_lib.explorers.base import BLUE, FAINT, INK, ORANGE, VERMILION, Explorer, line, rect, says, svg, text
 from moe_lib.toy import WINDOW, Run
 
-LEFT, TOP, WIDE = 46, 40, 440
+LEFT, TOP, WIDE = 54, 40, 432
 BARS, BARS_WIDE = LEFT + WIDE + 34, 150
 TABLE, CELL = BARS + BARS_WIDE + 44, 24
 ROW, CURVE = 8, 96

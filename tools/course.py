@@ -103,7 +103,7 @@ def check():
     import importlib
 
     wrong = []
-    for name in ("torch", "numpy", "matplotlib.font_manager", "ipywidgets", "jaxtyping", "ipykernel", "jupyterlab", "moe_lib"):
+    for name in "torch numpy matplotlib.font_manager ipywidgets jaxtyping tqdm ipykernel jupyterlab moe_lib".split():
         try:
             importlib.import_module(name)
         except Exception as error:

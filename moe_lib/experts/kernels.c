@@ -1,5 +1,5 @@
-/* Weights that are small numbers with scales, as the checkpoints store them, against rows in bfloat16.
-   Plain C for any processor; where AVX-512 has products of bfloat16 pairs, int4 uses them. Built by native.py. */
+/* Experts in int4 or bfloat16, as the checkpoints store them, against rows in bfloat16; and fp8 opened to bfloat16.
+   Plain C for any processor; where AVX-512 has products of bfloat16 pairs, they are used. Built by native.py. */
 
 #include <math.h>
 #include <stdint.h>
@@ -43,19 +43,21 @@ void fp8_dequantise(const uint8_t *w, const float *scale, uint16_t *out, long ro
         }
 }
 
-/* One output of int4_linear for `count` rows of x, in float32: the row of weights is opened once into `open`. */
-static void int4_plain(const float *x, const uint8_t *w, const uint16_t *scale, uint16_t *y, long count, long n, long k,
-                       float *open) {
+/* One column of y for `count` rows of x, in float32: the row of weights is opened once into `open`. No scale: bfloat16. */
+static void plain(const float *x, const uint8_t *w, const uint16_t *scale, uint16_t *y, long count, long stride, long k,
+                  float *open) {
     for (long c = 0; c < k; c++) {
-        int nibble = w[c / 2] >> (c % 2 * 4) & 15;
-        open[c] = (float)(nibble - 8) * from_bf16(scale[c / GROUP]);
+        if (scale)
+            open[c] = (float)((w[c / 2] >> (c % 2 * 4) & 15) - 8) * from_bf16(scale[c / GROUP]);
+        else
+            open[c] = from_bf16(((const uint16_t *)w)[c]);
     }
     for (long m = 0; m < count; m++) {
         float lane[16] = {0}, sum = 0; /* sixteen sums side by side, which any compiler makes vectors of */
         for (long c = 0; c < k; c += 16)
             for (int i = 0; i < 16; i++) lane[i] += x[m * k + c + i] * open[c + i];
         for (int i = 0; i < 16; i++) sum += lane[i];
-        y[m * n] = to_bf16(sum);
+        y[m * stride] = to_bf16(sum);
     }
 }
 
@@ -114,83 +116,108 @@ static inline __attribute__((always_inline)) void int4_pair(const uint16_t *x, c
         for (int r = 0; r < 2; r++) y[m * n + r] = to_bf16(_mm512_reduce_add_ps(sum[r][m]));
 }
 
-static void int4_tile(const uint16_t *x, const uint8_t *w, const uint16_t *scale, uint16_t *y, int count, long n, long k) {
-    switch (count) {
-        case 1: int4_pair(x, w, scale, y, 1, n, k); break;
-        case 2: int4_pair(x, w, scale, y, 2, n, k); break;
-        case 3: int4_pair(x, w, scale, y, 3, n, k); break;
-        case 4: int4_pair(x, w, scale, y, 4, n, k); break;
-        case 5: int4_pair(x, w, scale, y, 5, n, k); break;
-        case 6: int4_pair(x, w, scale, y, 6, n, k); break;
-        case 7: int4_pair(x, w, scale, y, 7, n, k); break;
-        default: int4_pair(x, w, scale, y, TILE, n, k);
+/* The same for weights in bfloat16 and x in its own order. */
+static inline __attribute__((always_inline)) void bf16_pair(const uint16_t *x, const uint16_t *w, uint16_t *y, const int count,
+                                                            long n, long k) {
+    __m512 sum[2][TILE];
+    for (int m = 0; m < count; m++) sum[0][m] = sum[1][m] = _mm512_setzero_ps();
+    for (long c = 0; c < k; c += 32) {
+        __m512bh open[2];
+        for (int r = 0; r < 2; r++) {
+            _mm_prefetch((const char *)(w + r * k + c + 2 * k), _MM_HINT_T0);
+            open[r] = (__m512bh)_mm512_loadu_si512(w + r * k + c);
+        }
+        for (int m = 0; m < count; m++) {
+            const __m512bh values = (__m512bh)_mm512_loadu_si512(x + m * k + c);
+            for (int r = 0; r < 2; r++) sum[r][m] = _mm512_dpbf16_ps(sum[r][m], open[r], values);
+        }
     }
+    for (int m = 0; m < count; m++)
+        for (int r = 0; r < 2; r++) y[m * n + r] = to_bf16(_mm512_reduce_add_ps(sum[r][m]));
+}
+
+#define PAIR(count)                                                \
+    case count:                                                    \
+        if (scale) int4_pair(x, w, scale, y, count, n, k);         \
+        else bf16_pair(x, (const uint16_t *)w, y, count, n, k);    \
+        break;
+
+static void tile(const uint16_t *x, const uint8_t *w, const uint16_t *scale, uint16_t *y, int count, long n, long k) {
+    switch (count) { PAIR(1) PAIR(2) PAIR(3) PAIR(4) PAIR(5) PAIR(6) PAIR(7) PAIR(TILE) }
 }
 #endif
 
-/* Columns r ... r + width - 1 of x times the transpose of w, into y [count, stride], for up to TILE rows of x. `open` holds k.
-   n is even on the AVX-512 path. */
-static void int4_block(const void *x, const uint8_t *w, const uint16_t *scale, uint16_t *y, int count, long width, long stride,
-                       long k, int wide, float *open) {
+/* Bytes of a row of k weights, and where the scales of such a row begin. */
+static inline long row_bytes(long k, const uint16_t *scale) { return scale ? k / 2 : 2 * k; }
+static inline const uint16_t *scale_at(const uint16_t *scale, long row, long k) { return scale ? scale + row * k / GROUP : scale; }
+
+/* `width` columns of y [count, stride] from row `row` of the weights on, for up to TILE prepared rows of x. `open` holds k.
+   On the AVX-512 path width is even. */
+static void block(const void *x, const uint8_t *w, const uint16_t *scale, long row, uint16_t *y, int count, long width, long stride,
+                  long k, int wide, float *open) {
 #ifdef __AVX512BF16__
     if (wide) {
-        for (long r = 0; r < width; r += 2)
-            int4_tile(x, w + r * k / 2, scale + r * k / GROUP, y + r, count, stride, k);
+        for (long r = row; r < row + width; r += 2)
+            tile(x, w + r * row_bytes(k, scale), scale_at(scale, r, k), y + r - row, count, stride, k);
         return;
     }
 #endif
     (void)wide;
-    for (long r = 0; r < width; r++) int4_plain(x, w + r * k / 2, scale + r * k / GROUP, y + r, count, stride, k, open);
+    for (long r = row; r < row + width; r++)
+        plain(x, w + r * row_bytes(k, scale), scale_at(scale, r, k), y + r - row, count, stride, k, open);
 }
 
 /* Bytes of a prepared row of k. */
 static inline long room(long k, int wide) { return k * (wide ? 2 : 4); }
 
-/* A row as int4_block wants it: reordered bfloat16 for the AVX-512 path, float32 for the other. */
-static void prepare(const uint16_t *x, void *out, long k, int wide) {
+/* A row as `block` wants it: bfloat16, reordered for int4, on the AVX-512 path; float32 on the other. */
+static void prepare(const uint16_t *x, void *out, long k, int wide, int int4) {
 #ifdef __AVX512BF16__
-    if (wide) {
+    if (wide && int4) {
         planes(x, out, k);
         return;
     }
 #endif
-    (void)wide;
-    for (long i = 0; i < k; i++) ((float *)out)[i] = from_bf16(x[i]);
+    (void)int4;
+    if (wide)
+        memcpy(out, x, 2 * k);
+    else
+        for (long i = 0; i < k; i++) ((float *)out)[i] = from_bf16(x[i]);
 }
 
-int int4_wide(long k) { /* whether this build takes the AVX-512 path for rows of k */
+int takes_wide(long n, long k, int int4) { /* whether this build has the AVX-512 path for weights [n, k] */
 #ifdef __AVX512BF16__
-    return k % STEP == 0;
+    return n % 2 == 0 && k % (int4 ? STEP : 32) == 0;
 #else
-    return k < 0;
+    return n < 0 && k < 0 && int4;
 #endif
 }
 
-/* All local experts on their rows, as in contract.py: ends[e] is where the rows of expert e end. Weights are stacked, nibbles
-   with the even column low; scales bfloat16 for every 32 columns. hidden and inter are multiples of 32.
-   x, y [rows, hidden] and h [rows, inter] are bfloat16; ready_x and ready_h have four bytes for each value of x and h. Sums and SwiGLU are in float32.
+/* All local experts on their rows, as in contract.py: ends[e] is where the rows of expert e end. Weights are stacked: int4 with
+   the even column in the low nibble and bfloat16 scales for every 32 columns, or bfloat16 and no scales. In int4, hidden and inter are
+   multiples of 32; in bfloat16, of 16. x, y [rows, hidden] and h [rows, inter] are bfloat16; ready_x and ready_h have four bytes for
+   each value of x and h. Sums and SwiGLU are in float32.
    Work is handed out in blocks of weights, not in experts: it is even for one expert and for all, on two cores and on many. */
-void int4_experts(const uint16_t *x, uint16_t *y, uint16_t *h, char *ready_x, char *ready_h, const long *ends, long experts,
-                  long hidden, long inter, const uint8_t *gate, const uint16_t *gate_scale, const uint8_t *up,
-                  const uint16_t *up_scale, const uint8_t *down, const uint16_t *down_scale, int allow_wide, int threads) {
+void experts_forward(const uint16_t *x, uint16_t *y, uint16_t *h, char *ready_x, char *ready_h, const long *ends, long experts,
+                     long hidden, long inter, const uint8_t *gate, const uint16_t *gate_scale, const uint8_t *up,
+                     const uint16_t *up_scale, const uint8_t *down, const uint16_t *down_scale, int allow_wide, int threads) {
     const long rows = ends[experts - 1], up_blocks = (inter + BLOCK - 1) / BLOCK, down_blocks = (hidden + BLOCK - 1) / BLOCK;
-    const long packed = inter * hidden / 2, scales = inter * hidden / GROUP; /* of one projection of one expert */
-    const int wide_x = allow_wide && int4_wide(hidden), wide_h = allow_wide && int4_wide(inter);
+    const int int4 = gate_scale != NULL;
+    const int wide_x = allow_wide && takes_wide(inter, hidden, int4), wide_h = allow_wide && takes_wide(hidden, inter, int4);
 #pragma omp parallel num_threads(threads)
     {
         float *open = malloc(sizeof(float) * (hidden > inter ? hidden : inter));
 #pragma omp for
-        for (long m = 0; m < rows; m++) prepare(x + m * hidden, ready_x + m * room(hidden, wide_x), hidden, wide_x);
+        for (long m = 0; m < rows; m++) prepare(x + m * hidden, ready_x + m * room(hidden, wide_x), hidden, wide_x, int4);
 #pragma omp for schedule(dynamic)
         for (long item = 0; item < experts * up_blocks; item++) {
             const long e = item / up_blocks, r = item % up_blocks * BLOCK, width = inter - r < BLOCK ? inter - r : BLOCK;
             for (long m = e ? ends[e - 1] : 0; m < ends[e]; m += TILE) {
                 uint16_t g[TILE * BLOCK], u[TILE * BLOCK];
                 const int count = ends[e] - m < TILE ? (int)(ends[e] - m) : TILE;
-                const long w = e * packed + r * hidden / 2, s = e * scales + r * hidden / GROUP;
                 const char *rows_of_x = ready_x + m * room(hidden, wide_x);
-                int4_block(rows_of_x, gate + w, gate_scale + s, g, count, width, BLOCK, hidden, wide_x, open);
-                int4_block(rows_of_x, up + w, up_scale + s, u, count, width, BLOCK, hidden, wide_x, open);
+                block(rows_of_x, gate, gate_scale, e * inter + r, g, count, width, BLOCK, hidden, wide_x, open);
+                block(rows_of_x, up, up_scale, e * inter + r, u, count, width, BLOCK, hidden, wide_x, open);
                 for (int i = 0; i < count; i++)
                     for (long c = 0; c < width; c++) {
                         const float z = from_bf16(g[i * BLOCK + c]);
@@ -199,33 +226,32 @@ void int4_experts(const uint16_t *x, uint16_t *y, uint16_t *h, char *ready_x, ch
             }
         }
 #pragma omp for
-        for (long m = 0; m < rows; m++) prepare(h + m * inter, ready_h + m * room(inter, wide_h), inter, wide_h);
+        for (long m = 0; m < rows; m++) prepare(h + m * inter, ready_h + m * room(inter, wide_h), inter, wide_h, int4);
 #pragma omp for schedule(dynamic)
         for (long item = 0; item < experts * down_blocks; item++) {
             const long e = item / down_blocks, r = item % down_blocks * BLOCK, width = hidden - r < BLOCK ? hidden - r : BLOCK;
             for (long m = e ? ends[e - 1] : 0; m < ends[e]; m += TILE)
-                int4_block(ready_h + m * room(inter, wide_h), down + e * packed + r * inter / 2, down_scale + e * scales + r * inter / GROUP,
-                           y + m * hidden + r, ends[e] - m < TILE ? (int)(ends[e] - m) : TILE, width, hidden, inter,
-                           wide_h, open);
+                block(ready_h + m * room(inter, wide_h), down, down_scale, e * hidden + r, y + m * hidden + r,
+                      ends[e] - m < TILE ? (int)(ends[e] - m) : TILE, width, hidden, inter, wide_h, open);
         }
         free(open);
     }
 }
 
-/* y [rows, n] = x [rows, k] times the transpose of one packed weight [n, k / 2]; ready has four bytes for each value of x. */
-void int4_linear(const uint16_t *x, const uint8_t *w, const uint16_t *scale, uint16_t *y, char *ready, long rows, long n, long k,
-                 int allow_wide, int threads) {
-    const int wide = allow_wide && int4_wide(k);
+/* y [rows, n] = x [rows, k] times the transpose of one weight [n, k]; ready has four bytes for each value of x. */
+void linear(const uint16_t *x, const uint8_t *w, const uint16_t *scale, uint16_t *y, char *ready, long rows, long n, long k,
+            int allow_wide, int threads) {
+    const int int4 = scale != NULL, wide = allow_wide && takes_wide(n, k, int4);
 #pragma omp parallel num_threads(threads)
     {
         float *open = malloc(sizeof(float) * k);
 #pragma omp for
-        for (long m = 0; m < rows; m++) prepare(x + m * k, ready + m * room(k, wide), k, wide);
+        for (long m = 0; m < rows; m++) prepare(x + m * k, ready + m * room(k, wide), k, wide, int4);
 #pragma omp for schedule(dynamic)
         for (long r = 0; r < n; r += BLOCK)
             for (long m = 0; m < rows; m += TILE)
-                int4_block(ready + m * room(k, wide), w + r * k / 2, scale + r * k / GROUP, y + m * n + r,
-                           rows - m < TILE ? (int)(rows - m) : TILE, n - r < BLOCK ? n - r : BLOCK, n, k, wide, open);
+                block(ready + m * room(k, wide), w, scale, r, y + m * n + r, rows - m < TILE ? (int)(rows - m) : TILE,
+                      n - r < BLOCK ? n - r : BLOCK, n, k, wide, open);
         free(open);
     }
 }

@@ -71,6 +71,13 @@ def _processor() -> str:
     return "\n".join([platform.machine(), platform.processor(), *sorted(told)])
 
 
+def wide(hidden: int, inter: int) -> bool:
+    """Whether the library multiplies pairs of bfloat16 (AVX-512 BF16) for bfloat16 experts of these sizes."""
+    library, _ = kernels()
+    sizes = ctypes.c_long(hidden), ctypes.c_long(inter)
+    return library is not None and bool(library.takes_wide(*sizes, 0) and library.takes_wide(*sizes[::-1], 0))
+
+
 def fp8_dequantise(weight: Tensor, scale_inv: Tensor, out: Tensor, block: int) -> None:
     """weight [rows, cols] e4m3, scale_inv float32 for each block x block, into out bfloat16."""
     library, _ = kernels()
@@ -79,19 +86,20 @@ def fp8_dequantise(weight: Tensor, scale_inv: Tensor, out: Tensor, block: int) -
     library.fp8_dequantise(_at(weight), _at(scale_inv), _at(out), *sizes, torch.get_num_threads())
 
 
-def int4_linear(x: Tensor, packed: Tensor, scale: Tensor, allow_wide: bool = True) -> Tensor:
-    """x [rows, k] bfloat16 times the transpose of n packed rows; packed [n, k / 8] int32, scale [n, k / 32] bfloat16."""
+def linear(x: Tensor, weight: Tensor, scale: Tensor | None = None, allow_wide: bool = True) -> Tensor:
+    """x [rows, k] bfloat16 times the transpose of n rows of weights: bfloat16 [n, k], k a multiple of 16, or packed int4 [n, k / 8]
+    int32 with its scale [n, k / 32] bfloat16."""
     library, _ = kernels()
     x = x.contiguous()
-    (rows, k), n = x.shape, len(packed)
+    (rows, k), n = x.shape, len(weight)
     y, ready = x.new_empty(rows, n), x.new_empty(2 * rows, k)
     sizes = (ctypes.c_long(size) for size in (rows, n, k))
-    library.int4_linear(*map(_at, (x, packed, scale, y, ready)), *sizes, allow_wide, torch.get_num_threads())
+    library.linear(*map(_at, (x, weight, scale, y, ready)), *sizes, allow_wide, torch.get_num_threads())
     return y
 
 
-def int4_experts(rows: Tensor, ends: list[int], projections: list[tuple[Tensor, Tensor]], allow_wide: bool = True) -> Tensor:
-    """All experts on their rows, bfloat16 and sorted by expert; `projections` are gate, up, down: stacked (packed, scale)."""
+def experts(rows: Tensor, ends: list[int], projections: list[tuple[Tensor, Tensor | None]], allow_wide: bool = True) -> Tensor:
+    """All experts on their rows, bfloat16 and sorted by expert; `projections`: gate, up, down, stacked (weight, scale or None)."""
     library, _ = kernels()
     rows = rows.contiguous()
     n, hidden, inter = len(rows), rows.shape[1], projections[0][0].shape[1]
@@ -100,10 +108,12 @@ def int4_experts(rows: Tensor, ends: list[int], projections: list[tuple[Tensor, 
     sizes = (ctypes.c_long(size) for size in (len(ends), hidden, inter))
     weights = [_at(tensor) for pair in projections for tensor in pair]
     ends = (ctypes.c_long * len(ends))(*ends)
-    library.int4_experts(_at(rows), _at(y), *map(_at, work), ends, *sizes, *weights, allow_wide, torch.get_num_threads())
+    library.experts_forward(_at(rows), _at(y), *map(_at, work), ends, *sizes, *weights, allow_wide, torch.get_num_threads())
     return y
 
 
-def _at(tensor: Tensor) -> ctypes.c_void_p:
+def _at(tensor: Tensor | None) -> ctypes.c_void_p | None:
+    if tensor is None:
+        return None
     assert tensor.is_contiguous() and tensor.device.type == "cpu", "the kernels read plain memory"
     return ctypes.c_void_p(tensor.data_ptr())

@@ -99,7 +99,7 @@ def test_the_compiled_product_equals_float64(wide, m, n, g):
     packed, scale = random_parts(2 * n, 32 * g)
     x = torch.randn(m, 32 * g).to(torch.bfloat16)
     exact = x.double() @ int4.dequantise(packed, scale, torch.float64).T
-    y = native.int4_linear(x, packed, scale, wide)
+    y = native.linear(x, packed, scale, wide)
     assert y.dtype == torch.bfloat16
     size = x.double().abs() @ int4.dequantise(packed, scale, torch.float64).abs().T
     assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 + size * 2**-17).all()  # one rounding, and float32 sums
@@ -112,7 +112,7 @@ def test_every_nibble_of_every_place(wide):
     for place in range(128):
         numbers = torch.zeros(16, 128, dtype=torch.int8)
         numbers[:, place] = torch.arange(-8, 8)
-        y = native.int4_linear(torch.eye(128).to(torch.bfloat16), int4.pack(numbers), torch.ones(16, 4, dtype=torch.bfloat16), wide)
+        y = native.linear(torch.eye(128).to(torch.bfloat16), int4.pack(numbers), torch.ones(16, 4, dtype=torch.bfloat16), wide)
         assert torch.equal(y.T, numbers.to(torch.bfloat16))
 
 
@@ -120,8 +120,8 @@ def test_every_nibble_of_every_place(wide):
 def test_a_rows_output_does_not_depend_on_the_rows_beside_it():
     packed, scale = random_parts(128, 1024)
     x = torch.randn(19, 1024).to(torch.bfloat16)
-    together = native.int4_linear(x, packed, scale)
-    assert all(torch.equal(native.int4_linear(x[i : i + 1], packed, scale)[0], together[i]) for i in range(19))
+    together = native.linear(x, packed, scale)
+    assert all(torch.equal(native.linear(x[i : i + 1], packed, scale)[0], together[i]) for i in range(19))
 
 
 @compiled
@@ -135,7 +135,7 @@ def test_all_experts_at_once_equal_float64(wide, g, i, counts):
         return
     stacked = [(torch.stack(packed), torch.stack(scale) / hidden) for packed, scale in (zip(*stack) for stack in stacks)]
     ends = torch.tensor(counts).cumsum(0).tolist()
-    y = native.int4_experts(rows, ends, stacked, wide)
+    y = native.experts(rows, ends, stacked, wide)
     for e, (start, end) in enumerate(zip([0, *ends], ends)):
         gate, up, down = (int4.dequantise(packed[e], scale[e], torch.float64) for packed, scale in stacked)
         x = rows[start:end].double()

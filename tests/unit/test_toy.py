@@ -200,10 +200,10 @@ def test_padding_moves_neither_loads_nor_bias_nor_weights(few):
 
 
 def test_training_learns_and_a_run_adds_up(few):
-    state = torch.random.get_rng_state()
+    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
     recipe = Recipe(steps=25, batch=8, lr=1e-2)
     model, run = train(recipe, few, seed=3, progress=False)
-    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(torch.random.get_rng_state(), state) and torch.get_num_threads() == threads
     assert run.losses[-5:].mean() < 0.7 * run.losses[0]
     assert run.loads.shape == (25, 2, 32) and run.by_kind.shape == (3, 2, 32, 8)
     assert torch.equal(run.by_kind.sum((0, 3)), run.loads.sum(0))

@@ -32,7 +32,7 @@ REPORTS = ROOT / "build" / "tests"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 MAC_BROWSERS = ("Chromium", "Google Chrome")
 WORKERS = 8  # at most; each may hold a notebook, a kernel and a browser
-MINUTES = int(os.environ.get("MOE_TEST_MINUTES", "50"))  # after which `test` stops a part that hangs
+MINUTES = int(os.environ.get("MOE_TEST_MINUTES", "45"))  # after which `test` stops a part that hangs
 
 
 def say(words):

@@ -79,8 +79,7 @@ def test_the_package_needs_only_what_it_imports_and_imports_only_what_it_needs()
     packages = {"PIL": "pillow", "cycler": "matplotlib", "traitlets": "ipywidgets", "IPython": "ipywidgets", "triton": "torch"}
     imported = {packages.get(name, name) for name in imported}
     needed = {Requirement(text).name for text in PROJECT["dependencies"]}
-    optional = {Requirement(text).name for text in EXTRAS["ranks"]}
-    assert not (extra := imported - needed - optional), f"moe_lib imports {sorted(extra)}; pyproject.toml does not name them"
+    assert not (extra := imported - needed), f"moe_lib imports {sorted(extra)}; pyproject.toml does not name them"
     assert not (idle := needed - imported), f"pyproject.toml names {sorted(idle)}; moe_lib does not import them"
 
 

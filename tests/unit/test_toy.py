@@ -289,8 +289,9 @@ def test_a_grouped_product_on_the_cpu_equals_each_expert_by_itself(dtype, monkey
         rows = x.clone().requires_grad_()
         out = experts(rows, counts)
         grads = torch.autograd.grad(out.float().square().sum(), [rows, *experts.parameters()])
-        with torch.no_grad():
-            assert torch.equal(experts(x, counts), out)
+        if border:  # the same way with and without gradients, to the bit
+            with torch.no_grad():
+                assert torch.equal(experts(x, counts), out)
         results.append([out, *grads])
         with pytest.raises(ValueError, match="counts that sum to 90 for 89 rows"):
             experts(x[1:], counts)

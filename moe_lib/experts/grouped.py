@@ -27,6 +27,7 @@ class GroupedExperts(nn.Module):
     loop inside. For small experts it is taken all the same, because its backward is one loop too: forward and backward together
     measure 0.36 to 0.87 of each expert over views of the stack, a forward alone 0.9 to 1.1 (float32 and bfloat16, matrices of 64 x
     32 to 1024 x 256, 4 to 2000 rows an expert; see benchmarks/train_step.py). Large experts run one at a time over the views.
+    Few bfloat16 rows that want no gradient meet the weights in the compiled kernel of native.py, where a C compiler is found.
     """
 
     def __init__(

@@ -35,10 +35,11 @@ def roofline(machines: Sequence[Machine] = (H200, LAPTOP), config: MoEConfig = K
 
 def draw_roofline(config: MoEConfig, tokens: int, precision: str, machine: Machine, ranks: int) -> str:
     """Times over tokens on two logarithmic axes, the chosen batch marked, and its bill beside it."""
+    alone = f" It has no link to others, so {ranks} ranks count as one." if ranks > 1 and not machine.link else ""
     ranks = ranks if machine.link else 1
     floors = [floor(config, t, precision, machine, ranks) for t in TOKENS]
     at = floor(config, tokens, precision, machine, ranks)
-    words = _sentence(config, tokens, precision, machine, ranks, at)
+    words = _sentence(config, tokens, precision, machine, ranks, at) + alone
     return svg(_plot(floors, tokens, at) + _bill(config, at, ranks), LEFT + WIDTH + 330, TOP + HEIGHT + 46, words) + says(words)
 
 

@@ -42,3 +42,10 @@ def test_figures_say_their_numbers():
     here = Machine("here", 50e9, {"int4": 4e11})
     least = floor(KIMI_K2, 8, "int4", here).seconds
     assert "(50 % of the floor's speed)" in measured(KIMI_K2, here, "int4", {8: 2 * least}).alt
+
+
+def test_ranks_without_a_link_are_told_to_count_as_one():
+    drawings = [draw_roofline(KIMI_K2, 64, "bf16", LAPTOP, ranks) for ranks in RANKS]
+    assert len(set(drawings)) == len(RANKS)
+    assert "no link to others, so 8 ranks count as one" in drawings[1] and "count as one" not in drawings[0]
+    assert "count as one" not in draw_roofline(KIMI_K2, 64, "bf16", H200, 8)

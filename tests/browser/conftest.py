@@ -64,7 +64,7 @@ SHOWN = f"""() => {{
 }}"""
 CONTROLS = """e => [...e.querySelectorAll(
         '.noUi-handle, select, input:not([type=radio]), textarea, button, .widget-toggle-buttons, .widget-radio-box')]
-    .filter(c => c.offsetParent && !c.disabled && c.ariaDisabled !== 'true' && !c.parentElement.closest('.widget-toggle-buttons'))
+    .filter(c => c.offsetParent && !c.parentElement.closest('.widget-toggle-buttons'))
     .map((c, i) => {
         c.dataset.control = i;
         const widget = c.closest('.widget-inline-hbox, .widget-toggle-buttons, .widget-checkbox, .widget-radio');
@@ -73,7 +73,7 @@ CONTROLS = """e => [...e.querySelectorAll(
             : c.type === 'checkbox' ? 'checkbox' : c.type === 'number' ? 'number' : 'text';
         const labels = [...(widget?.querySelectorAll('.widget-label, .widget-label-basic') || []), c];
         const label = labels.map(l => l.textContent.replace(/\\u200b/g, '').trim()).find(l => l) || '';
-        return {index: i, kind, label};
+        return {index: i, kind, label, enabled: !c.closest('[disabled]') && !c.querySelector('[disabled]')};
     })"""
 LOOK = """e => {
     const words = [...e.querySelectorAll('.moe-says')].map(s => s.textContent.trim()).join(' ');
@@ -100,6 +100,7 @@ class Control:
     index: int
     kind: str
     label: str
+    enabled: bool
 
     def __str__(self):
         return f"{self.kind} {self.label!r}"
@@ -215,7 +216,11 @@ def faults_of_a_reading(notebook):
         if controls and not explorer.look().words:
             found.append(f"explorer {number} has no sentence (class moe-says) beside its drawing")
             continue
-        for control in controls:
+        moved = set()
+        # The last first: what a control enables or disables commonly comes after it. Asked anew each time, because it may have.
+        while todo := [c for c in explorer.controls() if c.enabled and c.index not in moved]:
+            control = todo[-1]
+            moved.add(control.index)
             before, after = explorer.look(), explorer.move(control)
             now = after or explorer.look()
             if now.error:
@@ -225,6 +230,7 @@ def faults_of_a_reading(notebook):
                     n for n, same in (("drawing", now.drawing == before.drawing), ("sentence", now.words == before.words)) if same
                 ]
                 found.append(f"explorer {number}, {control}: moved by keyboard, and the {' and the '.join(still)} did not change")
+        found += [f"explorer {number}, {c}: disabled, and no other control enables it" for c in controls if c.index not in moved]
     return list(dict.fromkeys(found + notebook.faults()))
 
 

@@ -21,7 +21,10 @@ from moe_lib.explorers.base import Explorer, says, svg, text
 def draw(n=0, **others):
     seen = f"{n} {sorted(others.items())}"
     return svg(text(5, 20, seen), 300, 40, seen) + says(f"Now {seen}.")
+grown, toggle = W.IntSlider(value=1, description="grown", disabled=True), W.ToggleButton(False, description="groups")
+toggle.observe(lambda change: setattr(grown, "disabled", not change.new), "value")
 Explorer(draw, {
+    "grown": grown,
     "n": W.IntSlider(value=3, min=0, max=3, description="at its end"),
     "width": W.FloatSlider(value=0.5, min=0, max=1, step=0.1, description="width"),
     "log": W.FloatLogSlider(value=10, description="log"),
@@ -30,7 +33,7 @@ Explorer(draw, {
     "kind": W.Dropdown(options=["sigmoid", "softmax"], description="kind"),
     "last": W.Dropdown(options=["a", "b"], value="b", description="last"),
     "norm": W.Checkbox(True, description="normalise"),
-    "toggle": W.ToggleButton(False, description="groups"),
+    "toggle": toggle,
     "choice": W.ToggleButtons(options=["one", "two"], description="choice"),
     "count": W.BoundedIntText(value=4, min=0, max=9, description="count"),
 })"""
@@ -48,6 +51,9 @@ FAULTY = {
     ),
     "Explorer(lambda n: svg('', 9, 9, str(n)) + says(str(n)), {'n': W.RadioButtons(options=[1, 2], description='arrows')})": (
         "radio 'arrows': moved by keyboard, and the drawing and the sentence did not change"
+    ),
+    "Explorer(lambda n: svg('', 9, 9, str(n)) + says(str(n)), {'n': W.IntSlider(value=4, description='shut', disabled=True)})": (
+        "slider 'shut': disabled, and no other control enables it"
     ),
     "Explorer(lambda n: svg('', 9, 9, str(n)), {'n': W.IntSlider(value=4, description='wordless')})": "has no sentence",
     "box = W.Checkbox(False, description='careless')\n"
@@ -70,9 +76,9 @@ def test_a_good_explorer_of_every_kind_of_control_passes(lab, read):
         assert read(notebook) == []
         (explorer,) = notebook.explorers()
         controls = explorer.controls()
-    assert [c.kind for c in controls] == ["slider"] * 6 + ["menu"] * 2 + ["checkbox", "button", "choice", "number"]
-    assert [c.label for c in controls[:5]] == ["at its end", "width", "log", "steps", "span"]
-    assert [c.label for c in controls[6:]] == ["kind", "last", "normalise", "groups", "choice", "count"]
+    assert [c.kind for c in controls] == ["slider"] * 7 + ["menu"] * 2 + ["checkbox", "button", "choice", "number"]
+    assert [c.label for c in controls[:6]] == ["grown", "at its end", "width", "log", "steps", "span"]
+    assert [c.label for c in controls[7:]] == ["kind", "last", "normalise", "groups", "choice", "count"]
 
 
 def test_each_fault_is_seen(lab, read):

@@ -231,7 +231,7 @@ def main(arguments=None):
     parser.add_argument("paths", nargs="*", type=Path)
     parser.add_argument("--fresh", action="store_true", help="take this machine's outputs where the machine is the answer")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time; more than one disturbs what they time")
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)  # so that options may stand before the paths, as written above
     paths = [path.resolve() for path in args.paths] or sorted(
         p for p in FOLDER.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts
     )

@@ -16,6 +16,7 @@ from moe_lib.experts.formats import Below, Opened, all_finite, castable, of_all_
 from moe_lib.router import Router, Routing
 
 EXPERTS = {"grouped": GroupedExperts, "loop": LoopExperts}
+IN_CACHE = 2**21  # float32 values: of K2's 2,048 tokens the sum then takes a sixth of the time
 
 
 def dispatch(
@@ -38,10 +39,12 @@ def combine(rows: Float[Tensor, "rows hidden"], routing: Routing, order: Int64[T
 
     Weighted and summed in the routing's float32 (float64), rounded once to the rows' dtype. Source: lines 600-609.
     """
-    tokens, k = routing.weights.shape
+    k, hidden = routing.weights.shape[1], rows.shape[1]
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    copies = rows[back].view(tokens, k, rows.shape[1])
-    return (copies * routing.weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+    # the copies are widened some tokens at a time: on a CPU as many as its caches hold, on a GPU all
+    some = max(1, IN_CACHE // (k * hidden) if rows.device.type == "cpu" else len(routing.weights))
+    parts = zip(back.split(k * some), routing.weights.split(some))
+    return torch.cat([(rows[of].view(-1, k, hidden) * weights.unsqueeze(-1)).sum(1).to(rows.dtype) for of, weights in parts])
 
 
 class MoEBlock(nn.Module):

@@ -17,8 +17,6 @@ from moe_lib.experts.contract import PROJECTIONS, hf_keys, local_experts, row_en
 SMALL = 2**18
 """Weights of one matrix of one expert, up to which a grouped product on a CPU trains faster than one expert at a time."""
 
-FEW = 16  # rows for each expert that has any, up to which the compiled kernel measures faster than three F.linear
-
 
 class GroupedExperts(nn.Module):
     """gate_proj, up_proj [local, inter, hidden] and down_proj [local, hidden, inter].
@@ -27,7 +25,8 @@ class GroupedExperts(nn.Module):
     loop inside. For small experts it is taken all the same, because its backward is one loop too: forward and backward together
     measure 0.36 to 0.87 of each expert over views of the stack, a forward alone 0.9 to 1.1 (float32 and bfloat16, matrices of 64 x
     32 to 1024 x 256, 4 to 2000 rows an expert; see benchmarks/train_step.py). Large experts run one at a time over the views.
-    Few bfloat16 rows that want no gradient meet the weights in the compiled kernel of native.py, where a C compiler is found.
+    bfloat16 rows that want no gradient meet large experts in the compiled kernel of native.py, where there is a C compiler and the
+    processor has AVX-512 BF16: torch lays a bfloat16 weight out anew at every product, and that kernel reads it as it lies.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class GroupedExperts(nn.Module):
     @torch.compiler.disable  # the counts are data: compiled, every new set of counts would be a new program
     def _each(self, rows: Tensor, counts: Tensor) -> Tensor:
         ends = row_ends(rows, counts, len(self.local))
-        if self._few(rows, ends):
+        if self._compiled(rows):
             return native.experts(rows, ends, [(getattr(self, name).detach(), None) for name in PROJECTIONS])
         # unbind, not indexing: its backward stacks the gradients once; that of w[e] makes a whole stack for each expert
         experts = zip([0, *ends], ends, self.gate_proj.unbind(), self.up_proj.unbind(), self.down_proj.unbind())
@@ -74,19 +73,10 @@ class GroupedExperts(nn.Module):
                 outputs.append(F.linear(swiglu(F.linear(x, gate), F.linear(x, up)), down))
         return torch.cat(outputs) if outputs else rows.clone()
 
-    def _few(self, rows: Tensor, ends: list[int]) -> bool:
-        """Whether the compiled kernel serves these rows faster: torch lays out a bfloat16 weight anew at every product."""
+    def _compiled(self, rows: Tensor) -> bool:
         weights = [getattr(self, name) for name in PROJECTIONS]
-        hit = sum(end > start for start, end in zip([0, *ends], ends))
-        return (
-            0 < len(rows) <= FEW * hit
-            and rows.device.type == "cpu"
-            and all(t.dtype == torch.bfloat16 and t.is_contiguous() for t in weights)
-            and rows.dtype == torch.bfloat16
-            and not torch.is_autocast_enabled("cpu")
-            and not (torch.is_grad_enabled() and any(t.requires_grad for t in (rows, *weights)))
-            and native.wide(*self.down_proj.shape[1:])
-        )
+        bf16 = all(weight.dtype == torch.bfloat16 for weight in weights) and not torch.is_autocast_enabled("cpu")
+        return bf16 and native.serves(rows, weights) and native.wide(*self.down_proj.shape[1:])
 
     def _grouped(self, rows: Tensor, counts: Tensor) -> Tensor:
         weights = [getattr(self, name) for name in PROJECTIONS]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from moe_lib.config import MoEConfig
 from moe_lib.experts import native
-from moe_lib.experts.contract import PROJECTIONS
 from moe_lib.experts.quantised import QuantisedExperts
 
 GROUP = 32
@@ -66,8 +65,9 @@ def dequantise(
 class Int4Experts(QuantisedExperts):
     """Experts held in int4: 4.5 bits a weight.
 
-    Rows in bfloat16 on a CPU meet the packed weights directly, in the compiled experts_forward of kernels.c. Anywhere else, for a
-    gradient, and without a C compiler, each projection is dequantised when it is used, which is slower; a warning says the last.
+    Rows in bfloat16 on a CPU meet the packed weights in the compiled experts_forward of kernels.c: up to 16 rows of an expert as
+    they lie, with the scale in float32; more rows meet them opened to bfloat16, a few rows of weights at a time. Anywhere else, for
+    a gradient, and without a C compiler, each projection is dequantised when it is used, which is slower; a warning says the last.
     Raises ValueError in the constructor when the config's sizes are not multiples of 32.
     """
 
@@ -87,18 +87,15 @@ class Int4Experts(QuantisedExperts):
         return dict(zip(("weight_packed", "weight_scale"), quantise(weight)))
 
     def open(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Float[Tensor, "out in"]:
+        if dtype == torch.bfloat16 and parts["weight_packed"].device.type == "cpu" and native.kernels()[0]:
+            return native.dequantise(parts["weight_packed"], parts["weight_scale"])
         return dequantise(parts["weight_packed"], parts["weight_scale"], dtype)
 
     def run(self, rows: Float[Tensor, "rows hidden"], ends: list[int]) -> Float[Tensor, "rows hidden"]:
-        wants_gradient = torch.is_grad_enabled() and rows.requires_grad
-        if rows.dtype != torch.bfloat16 or rows.device.type != "cpu" or wants_gradient or not len(rows):
-            return super().run(rows, ends)
         library, why = native.kernels()
-        if library is None:
+        if library is None and rows.device.type == "cpu":
             warnings.warn(f"int4 runs without its compiled kernel, tens of times slower: {why}", stacklevel=2)
-            return super().run(rows, ends)
-        stacks = [tuple(getattr(self, f"{name}_{part}") for part in ("weight_packed", "weight_scale")) for name in PROJECTIONS]
-        return native.experts(rows, ends, stacks)
+        return super().run(rows, ends)
 
     def draw(self, parts: Mapping[str, Tensor], seed: Sequence[int], std: float) -> None:
         # The sum of two three-bit numbers and one, in all sixteen nibbles of a word at once: 1 … 15 with 8 in the middle and a

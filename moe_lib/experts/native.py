@@ -10,12 +10,14 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.c")
+FORMATS = {torch.bfloat16: 0, torch.int32: 1, torch.float8_e4m3fn: 2}  # as kernels.c numbers them
 # The first that the compiler takes: some want -mcpu for -march, and some have no OpenMP, which costs all threads but one.
 FLAGS = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-march=native"], ["-mcpu=native"], [])
 
@@ -72,30 +74,26 @@ def _processor() -> str:
 
 
 def wide(hidden: int, inter: int) -> bool:
-    """Whether the library multiplies pairs of bfloat16 (AVX-512 BF16) for bfloat16 experts of these sizes."""
+    """Whether the library multiplies pairs of bfloat16 (AVX-512 BF16) for experts of these sizes."""
     library, _ = kernels()
     sizes = ctypes.c_long(hidden), ctypes.c_long(inter)
-    return library is not None and bool(library.takes_wide(*sizes, 0) and library.takes_wide(*sizes[::-1], 0))
+    return library is not None and bool(library.takes_wide(*sizes) and library.takes_wide(*sizes[::-1]))
 
 
-def fp8_dequantise(weight: Tensor, scale_inv: Tensor, out: Tensor, block: int) -> None:
-    """weight [rows, cols] e4m3, scale_inv float32 for each block x block, into out bfloat16."""
+def serves(rows: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Whether `experts` can take these: rows in bfloat16 on a CPU, weights as they lie, no gradient wanted, a C compiler."""
+    wants_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (rows, *weights))
+    fit = rows.device.type == "cpu" and rows.dtype == torch.bfloat16 and all(tensor.is_contiguous() for tensor in weights)
+    return fit and len(rows) > 0 and not wants_gradient and kernels()[0] is not None
+
+
+def dequantise(weight: Tensor, scale: Tensor) -> Tensor:
+    """The bfloat16 [n, k] of one fp8 or int4 weight, each product with its scale rounded once."""
     library, _ = kernels()
-    rows, cols = weight.shape
-    sizes = (ctypes.c_long(n) for n in (rows, cols, block))
-    library.fp8_dequantise(_at(weight), _at(scale_inv), _at(out), *sizes, torch.get_num_threads())
-
-
-def linear(x: Tensor, weight: Tensor, scale: Tensor | None = None, allow_wide: bool = True) -> Tensor:
-    """x [rows, k] bfloat16 times the transpose of n rows of weights: bfloat16 [n, k], k a multiple of 16, or packed int4 [n, k / 8]
-    int32 with its scale [n, k / 32] bfloat16."""
-    library, _ = kernels()
-    x = x.contiguous()
-    (rows, k), n = x.shape, len(weight)
-    y, ready = x.new_empty(rows, n), x.new_empty(2 * rows, k)
-    sizes = (ctypes.c_long(size) for size in (rows, n, k))
-    library.linear(*map(_at, (x, weight, scale, y, ready)), *sizes, allow_wide, torch.get_num_threads())
-    return y
+    n, k = weight.shape[0], weight.shape[1] * (8 if FORMATS[weight.dtype] == 1 else 1)
+    out = torch.empty(n, k, dtype=torch.bfloat16)
+    library.dequantise(FORMATS[weight.dtype], *map(_at, (weight, scale, out)), *map(ctypes.c_long, (n, k)), torch.get_num_threads())
+    return out
 
 
 def experts(rows: Tensor, ends: list[int], projections: list[tuple[Tensor, Tensor | None]], allow_wide: bool = True) -> Tensor:
@@ -103,12 +101,12 @@ def experts(rows: Tensor, ends: list[int], projections: list[tuple[Tensor, Tenso
     library, _ = kernels()
     rows = rows.contiguous()
     n, hidden, inter = len(rows), rows.shape[1], projections[0][0].shape[1]
-    y, h = torch.empty_like(rows), rows.new_empty(n, inter)
-    work = h, rows.new_empty(2 * n, hidden), rows.new_empty(2 * n, inter)
+    y = torch.empty_like(rows)
+    work = rows.new_empty(2 * n, hidden), rows.new_empty(2 * n, inter)
     sizes = (ctypes.c_long(size) for size in (len(ends), hidden, inter))
     weights = [_at(tensor) for pair in projections for tensor in pair]
-    ends = (ctypes.c_long * len(ends))(*ends)
-    library.experts_forward(_at(rows), _at(y), *map(_at, work), ends, *sizes, *weights, allow_wide, torch.get_num_threads())
+    ends, kind = (ctypes.c_long * len(ends))(*ends), FORMATS[projections[0][0].dtype]
+    library.experts_forward(_at(rows), _at(y), *map(_at, work), ends, *sizes, kind, *weights, allow_wide, torch.get_num_threads())
     return y
 
 

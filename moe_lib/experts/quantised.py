@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_lib.config import MoEConfig
 from moe_lib.expert import swiglu
+from moe_lib.experts import native
 from moe_lib.experts.contract import PROJECTIONS, local_experts, row_ends
 
 
@@ -63,7 +64,10 @@ class QuantisedExperts(nn.Module):
         return self.run(rows, ends)
 
     def run(self, rows: Float[Tensor, "rows hidden"], ends: list[int]) -> Float[Tensor, "rows hidden"]:
-        """One expert after the other; a subclass with a kernel for all of them overrides this."""
+        """All experts in one call of compiled code where it serves; else one after the other, each weight opened when used."""
+        stacks = [tuple(getattr(self, f"{name}_{part}") for part in self.parts(*shape)) for name, shape in self.shapes.items()]
+        if native.serves(rows, []) and all(size % 16 == 0 for size in self.shapes["down_proj"]):
+            return native.experts(rows, ends, stacks)
         outputs = [self._expert(i, rows[start:end]) for i, (start, end) in enumerate(zip([0, *ends], ends)) if end > start]
         return torch.cat(outputs) if outputs else rows.clone()
 

@@ -93,51 +93,7 @@ def test_sizes_without_whole_groups_are_refused():
 
 
 @compiled
-@pytest.mark.parametrize("wide", [True, False])
-@given(m=st.integers(1, 40), n=st.integers(1, 100), g=st.integers(1, 12))
-def test_the_compiled_product_equals_float64(wide, m, n, g):
-    packed, scale = random_parts(2 * n, 32 * g)
-    x = torch.randn(m, 32 * g).to(torch.bfloat16)
-    exact = x.double() @ int4.dequantise(packed, scale, torch.float64).T
-    y = native.linear(x, packed, scale, wide)
-    assert y.dtype == torch.bfloat16
-    size = x.double().abs() @ int4.dequantise(packed, scale, torch.float64).abs().T
-    assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 + size * 2**-17).all()  # one rounding, and float32 sums
-
-
-@compiled
-@pytest.mark.parametrize("wide", [True, False])
-def test_every_nibble_of_every_place(wide):
-    """One weight at a time differs from zero, so a nibble read from the wrong place cannot hide in a sum."""
-    for place in range(128):
-        numbers = torch.zeros(16, 128, dtype=torch.int8)
-        numbers[:, place] = torch.arange(-8, 8)
-        y = native.linear(torch.eye(128).to(torch.bfloat16), int4.pack(numbers), torch.ones(16, 4, dtype=torch.bfloat16), wide)
-        assert torch.equal(y.T, numbers.to(torch.bfloat16))
-
-
-@compiled
-def test_a_rows_output_does_not_depend_on_the_rows_beside_it():
-    packed, scale = random_parts(128, 1024)
-    x = torch.randn(19, 1024).to(torch.bfloat16)
-    together = native.linear(x, packed, scale)
-    assert all(torch.equal(native.linear(x[i : i + 1], packed, scale)[0], together[i]) for i in range(19))
-
-
-@compiled
-@pytest.mark.parametrize("wide", [True, False])
-@given(g=st.integers(1, 9), i=st.integers(1, 9), counts=st.lists(st.integers(0, 19), min_size=1, max_size=5))
-def test_all_experts_at_once_equal_float64(wide, g, i, counts):
-    hidden, inter, n = 32 * g, 32 * i, len(counts)
-    stacks = [[random_parts(*shape) for _ in range(n)] for shape in ((inter, hidden), (inter, hidden), (hidden, inter))]
-    rows = torch.randn(sum(counts), hidden).to(torch.bfloat16)
-    if not len(rows):
-        return
-    stacked = [(torch.stack(packed), torch.stack(scale) / hidden) for packed, scale in (zip(*stack) for stack in stacks)]
-    ends = torch.tensor(counts).cumsum(0).tolist()
-    y = native.experts(rows, ends, stacked, wide)
-    for e, (start, end) in enumerate(zip([0, *ends], ends)):
-        gate, up, down = (int4.dequantise(packed[e], scale[e], torch.float64) for packed, scale in stacked)
-        x = rows[start:end].double()
-        exact = (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
-        assert (y[start:end].double() - exact).norm() <= 0.01 * exact.norm() + 1e-9
+@given(rows, groups)
+def test_the_compiled_code_opens_to_the_same_bits(n, g):
+    packed, scale = random_parts(n, 32 * g)
+    assert torch.equal(native.dequantise(packed, scale), int4.dequantise(packed, scale, torch.float64).to(torch.bfloat16))

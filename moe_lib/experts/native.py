@@ -76,8 +76,7 @@ def _processor() -> str:
 def wide(hidden: int, inter: int) -> bool:
     """Whether the library multiplies pairs of bfloat16 (AVX-512 BF16) for experts of these sizes."""
     library, _ = kernels()
-    sizes = ctypes.c_long(hidden), ctypes.c_long(inter)
-    return library is not None and bool(library.takes_wide(*sizes) and library.takes_wide(*sizes[::-1]))
+    return library is not None and all(library.takes_wide(ctypes.c_long(size)) for size in (hidden, inter))
 
 
 def serves(rows: Tensor, weights: Sequence[Tensor]) -> bool:

@@ -30,7 +30,8 @@ def dispatch(
     k = routing.indices.shape[1]
     flat = routing.indices.flatten()
     order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=n_experts)
+    # not bincount, which looks at the numbers first: on a GPU the host would wait for them
+    counts = flat.new_zeros(n_experts).scatter_add_(0, flat, torch.ones_like(flat))
     return x[order // k], counts, order
 
 
@@ -43,8 +44,11 @@ def combine(rows: Float[Tensor, "rows hidden"], routing: Routing, order: Int64[T
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     # the copies are widened some tokens at a time: on a CPU as many as its caches hold, on a GPU all
     some = max(1, IN_CACHE // (k * hidden) if rows.device.type == "cpu" else len(routing.weights))
-    parts = zip(back.split(k * some), routing.weights.split(some))
-    return torch.cat([(rows[of].view(-1, k, hidden) * weights.unsqueeze(-1)).sum(1).to(rows.dtype) for of, weights in parts])
+    out = []
+    for of, weights in zip(back.split(k * some), routing.weights.split(some)):
+        copies = rows[of].view(-1, k, hidden)
+        out.append((copies * weights.unsqueeze(-1)).sum(1).to(rows.dtype))
+    return torch.cat(out)
 
 
 class MoEBlock(nn.Module):

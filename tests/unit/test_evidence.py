@@ -125,7 +125,7 @@ def test_every_symbol_lights_up_in_equation_code_and_shapes(node):
 # --- shapes, against a real forward ------------------------------------------------------------------------------------
 
 # Where a mark is no tensor by itself: what to look at instead.
-INSTEAD = {("block", "w"): "routing.weights", ("group_choice", "c"): "choice"}
+INSTEAD = {("block", "w"): "routing.weights", ("group_choice", "c"): "choice", ("combine", "y"): "torch.cat(out)"}
 
 
 def shapes_seen(run):

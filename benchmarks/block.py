@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -33,6 +34,9 @@ from moe_lib.roofline import Machine, floor, matmul_rate, read_rate, seconds
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = {"cpu": (1, 8, 64, 512, 2048), "cuda": (1, 8, 64, 512, 4096, 16384)}
 SEED, ENOUGH = 0, 3.0  # of the weights; seconds after which no more repetitions are made
+# Freed memory stays with the process, for every implementation: else each call fetches its rows' pages anew from the system, which
+# takes up to a fifth of the time on a virtual machine. Those who run a model for long have an allocator that does this.
+KEEP = {"MALLOC_MMAP_THRESHOLD_": str(2**34), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
 
 def choices(config, tokens: int, device: str) -> tuple[torch.Tensor, Routing]:
@@ -101,7 +105,7 @@ def measure(name: str, precision: str, experts: int, tokens: list[int], device: 
 
 def in_a_process(name: str, precision: str, experts: int, tokens: list[int], device: str) -> dict:
     command = [sys.executable, __file__, "--one", name, "--precision", precision, "--experts", str(experts), "--device", device]
-    done = subprocess.run([*command, "--tokens", *map(str, tokens)], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([*command, "--tokens", *map(str, tokens)], stdout=subprocess.PIPE, text=True, env=os.environ | KEEP)
     lines = done.stdout.strip().splitlines()
     return json.loads(lines[-1]) if done.returncode == 0 else {"failed": f"status {done.returncode}"}
 
